@@ -1,0 +1,197 @@
+"""Sizes of samples, known before any pixel is decoded.
+
+A :class:`SampleShape` is what the cost model, the scheduler and the loss need to know of one
+sample; a :class:`ShapeTable` holds the shapes of a data set column by column.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from dflop_ds.errors import DataError
+
+SCHEMA_VERSION = 1
+
+_COLUMNS = ("num_tiles", "num_frames", "text_tokens", "llm_tokens", "target_tokens")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleShape:
+    """Shape of one training example.
+
+    Attributes
+    ----------
+    sample_id : str
+        Identifier from the data set.
+    num_tiles : int
+        Image crops fed to the encoder (base view included).
+    num_frames : int
+        Video frames fed to the encoder.
+    text_tokens : int
+        Tokens of the LLM sequence that are not media placeholders.
+    llm_tokens : int
+        Whole LLM sequence length, media tokens included.
+    target_tokens : int
+        Tokens that carry loss, after the shift by one.
+    """
+
+    sample_id: str
+    num_tiles: int
+    num_frames: int
+    text_tokens: int
+    llm_tokens: int
+    target_tokens: int
+
+    @property
+    def encoder_inputs(self) -> int:
+        """Encoder batch entries of the sample: tiles plus frames."""
+        return self.num_tiles + self.num_frames
+
+
+class ShapeTable:
+    """Columns of sample shapes, in data set order.
+
+    Parameters
+    ----------
+    sample_ids : sequence of str, length n
+    columns : dict of str to ndarray of int64, shape (n,)
+        One array per numeric field of :class:`SampleShape`.
+
+    Raises
+    ------
+    DataError
+        If a column is missing, of another length or negative.
+    """
+
+    def __init__(self, sample_ids: Sequence[str], columns: dict[str, npt.NDArray[np.int64]]) -> None:
+        self.sample_ids: list[str] = list(sample_ids)
+        missing = [name for name in _COLUMNS if name not in columns]
+        if missing:
+            raise DataError(
+                f"a shape table needs the columns {list(_COLUMNS)}; {missing} are missing. Probe the "
+                f"data again."
+            )
+        self._columns: dict[str, npt.NDArray[np.int64]] = {}
+        for name in _COLUMNS:
+            column = np.asarray(columns[name], dtype=np.int64)
+            if column.shape != (len(self.sample_ids),):
+                raise DataError(
+                    f"column {name!r} must have {len(self.sample_ids)} rows, found shape "
+                    f"{column.shape}. Probe the data again."
+                )
+            if column.size and int(column.min()) < 0:
+                row = int(column.argmin())
+                raise DataError(
+                    f"column {name!r} must not be negative, found {int(column[row])}. Probe the data again.",
+                    self.sample_ids[row],
+                )
+            self._columns[name] = column
+
+    @classmethod
+    def from_shapes(cls, shapes: Iterable[SampleShape]) -> ShapeTable:
+        """Build a table from single shapes."""
+        rows = list(shapes)
+        columns = {name: np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in _COLUMNS}
+        return cls([row.sample_id for row in rows], columns)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __getitem__(self, row: int) -> SampleShape:
+        return SampleShape(self.sample_ids[row], *(int(self._columns[name][row]) for name in _COLUMNS))
+
+    @property
+    def num_tiles(self) -> npt.NDArray[np.int64]:
+        """Image crops per sample, shape (n,)."""
+        return self._columns["num_tiles"]
+
+    @property
+    def num_frames(self) -> npt.NDArray[np.int64]:
+        """Video frames per sample, shape (n,)."""
+        return self._columns["num_frames"]
+
+    @property
+    def encoder_inputs(self) -> npt.NDArray[np.int64]:
+        """Tiles plus frames per sample, shape (n,)."""
+        return self.num_tiles + self.num_frames
+
+    @property
+    def text_tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens that are not media placeholders, shape (n,)."""
+        return self._columns["text_tokens"]
+
+    @property
+    def llm_tokens(self) -> npt.NDArray[np.int64]:
+        """Whole sequence lengths, shape (n,)."""
+        return self._columns["llm_tokens"]
+
+    @property
+    def target_tokens(self) -> npt.NDArray[np.int64]:
+        """Supervised tokens per sample, shape (n,)."""
+        return self._columns["target_tokens"]
+
+    def take(self, rows: npt.ArrayLike) -> ShapeTable:
+        """Table of the given rows, in the given order."""
+        index = np.asarray(rows, dtype=np.int64)
+        ids = [self.sample_ids[i] for i in index]
+        return ShapeTable(ids, {name: column[index] for name, column in self._columns.items()})
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as NPZ (no pickle)."""
+        with open(path, "wb") as file:
+            self.write(file)
+
+    def write(self, file: BinaryIO) -> None:
+        """Write the table as NPZ into an open binary file."""
+        np.savez_compressed(
+            file,
+            schema_version=np.int64(SCHEMA_VERSION),
+            sample_ids=np.array(self.sample_ids, dtype=np.str_),
+            **self._columns,  # type: ignore[arg-type]
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> ShapeTable:
+        """Read a table written by :meth:`save`.
+
+        Raises
+        ------
+        DataError
+            If the file is missing, damaged or of another schema.
+        """
+        try:
+            with open(path, "rb") as file:
+                return cls.read(file, str(path))
+        except OSError as error:
+            raise DataError(
+                f"{path} must be a readable shape table (NPZ); {error}. Probe the data again."
+            ) from error
+
+    @classmethod
+    def read(cls, file: BinaryIO, name: str = "the shape table") -> ShapeTable:
+        """Read a table from an open binary file.
+
+        Raises
+        ------
+        DataError
+            If the content is damaged or of another schema.
+        """
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                arrays = {key: archive[key] for key in archive.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(f"{name} must be a readable NPZ; {error}. Probe the data again.") from error
+        version = int(arrays.pop("schema_version", np.int64(0)))
+        if version != SCHEMA_VERSION:
+            raise DataError(
+                f"{name} must have schema_version {SCHEMA_VERSION}, found {version}. Probe the data again."
+            )
+        ids = [str(value) for value in arrays.pop("sample_ids", np.array([], dtype=np.str_))]
+        return cls(ids, arrays)
