@@ -1,0 +1,36 @@
+"""The ``"dflop"`` block of a DeepSpeed configuration, and the keys of DeepSpeed that we read."""
+
+from dflop_ds.config.deepspeed_json import BATCH_KEYS, BatchSizes, load_ds_config, validate_for_pipeline
+from dflop_ds.config.schema import (
+    BLOCK,
+    CostConfig,
+    DataConfig,
+    DflopConfig,
+    LossConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    TelemetryConfig,
+    TrainConfig,
+    json_schema,
+    parse_dflop,
+)
+
+__all__ = [
+    "BATCH_KEYS",
+    "BLOCK",
+    "BatchSizes",
+    "CostConfig",
+    "DataConfig",
+    "DflopConfig",
+    "LossConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+    "TelemetryConfig",
+    "TrainConfig",
+    "json_schema",
+    "load_ds_config",
+    "parse_dflop",
+    "validate_for_pipeline",
+]
