@@ -1,0 +1,142 @@
+"""Contiguous splits of layers into pipeline stages, balanced by predicted time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
+from dflop_ds.cost.model import LayerCostModel
+from dflop_ds.errors import CostModelError
+
+_RESOLUTION = 1 << 40
+"""Times are compared as whole parts of their sum: equal layers then give exactly equal stages."""
+
+
+def expected_layer_times(
+    model: LayerCostModel, layer_kinds: Sequence[str], features: MicrobatchFeatures
+) -> FloatArray:
+    """Mean over microbatches of the forward plus backward seconds of each layer.
+
+    Parameters
+    ----------
+    model : LayerCostModel
+        Fitted for every kind in `layer_kinds`.
+    layer_kinds : sequence of str, length num_layers
+    features : MicrobatchFeatures, at least one microbatch
+
+    Returns
+    -------
+    ndarray, shape (num_layers,)
+
+    Raises
+    ------
+    CostModelError
+        If there is no microbatch or the model does not know a kind.
+    """
+    if not len(features):
+        raise CostModelError(
+            "layer times must be averaged over at least one microbatch, found none. Pass some."
+        )
+    mean_s = {
+        kind: float(np.mean(np.add(*model.predict(kind, features)))) for kind in dict.fromkeys(layer_kinds)
+    }
+    return np.array([mean_s[kind] for kind in layer_kinds], dtype=np.float64)
+
+
+def balanced_split(layer_kinds: Sequence[str], layer_times_s: npt.ArrayLike, num_stages: int) -> list[int]:
+    """Contiguous split of the layers that minimises the time of the slowest stage.
+
+    The split is exact, by dynamic programming over prefixes. Among splits with equal slowest stages the
+    one with the smaller second slowest stage wins, and so on down; then the earliest boundaries.
+
+    Parameters
+    ----------
+    layer_kinds : sequence of str, length num_layers
+        In pipeline order; named in errors.
+    layer_times_s : array_like, shape (num_layers,)
+        Forward plus backward seconds of each layer, see :func:`expected_layer_times`.
+    num_stages : int
+        Every stage gets at least one layer.
+
+    Returns
+    -------
+    list of int, length num_stages + 1
+        Stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
+
+    Raises
+    ------
+    CostModelError
+        If there are fewer layers than stages, or a time is negative, NaN or infinite.
+    """
+    times_s = np.asarray(layer_times_s, dtype=np.float64)
+    _check(layer_kinds, times_s, num_stages)
+    num_layers = len(times_s)
+    total_s = float(times_s.sum())
+    parts = [round(time / total_s * _RESOLUTION) if total_s > 0 else 0 for time in times_s.tolist()]
+    prefix = [0, *itertools.accumulate(parts)]
+    limit = _smallest_maximum(prefix, num_stages)
+    # best[end]: the split of the first `end` layers into `stage` stages, as (stage times from slowest to
+    # fastest, boundaries). Adding the same stage to two such vectors keeps their order, so prefixes of
+    # the best split are best themselves.
+    best: dict[int, tuple[list[int], list[int]]] = {0: ([], [0])}
+    for stage in range(1, num_stages + 1):
+        extended: dict[int, tuple[list[int], list[int]]] = {}
+        for end in range(stage, num_layers - (num_stages - stage) + 1):
+            candidates = []
+            for start in range(end - 1, stage - 2, -1):
+                time = prefix[end] - prefix[start]
+                if time > limit:
+                    break
+                if start in best:
+                    times, boundaries = best[start]
+                    candidates.append((sorted([*times, time], reverse=True), [*boundaries, end]))
+            if candidates:
+                extended[end] = min(candidates)
+        best = extended
+    return best[num_layers][1]
+
+
+def _smallest_maximum(prefix: Sequence[int], num_stages: int) -> int:
+    """Smallest possible time of the slowest stage, by bisection over whole numbers.
+
+    Layers are packed greedily; using fewer stages than allowed is no worse, since a stage of several
+    layers can be cut further without growing.
+    """
+    layers = [after - before for before, after in itertools.pairwise(prefix)]
+    low, high = max(layers), prefix[-1]
+    while low < high:
+        limit = (low + high) // 2
+        num_used, filled = 1, 0
+        for layer in layers:
+            if filled + layer > limit:
+                num_used, filled = num_used + 1, 0
+            filled += layer
+        if num_used <= num_stages:
+            high = limit
+        else:
+            low = limit + 1
+    return low
+
+
+def _check(layer_kinds: Sequence[str], times_s: FloatArray, num_stages: int) -> None:
+    if times_s.shape != (len(layer_kinds),):
+        raise CostModelError(
+            f"every layer must have one time, found {len(layer_kinds)} layers and shape {times_s.shape}. "
+            "Use expected_layer_times with the same layers."
+        )
+    if not 1 <= num_stages <= len(layer_kinds):
+        raise CostModelError(
+            f"num_stages must be between 1 and the number of layers, found num_stages={num_stages} for "
+            f"{len(layer_kinds)} layers. Use fewer pipeline stages."
+        )
+    bad = ~(np.isfinite(times_s) & (times_s >= 0))
+    if bad.any():
+        layer = int(bad.argmax())
+        raise CostModelError(
+            f"layer times must be finite and not negative, found {times_s[layer]} for layer {layer} "
+            f"({layer_kinds[layer]}). Profile the layer again."
+        )

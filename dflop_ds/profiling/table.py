@@ -1,0 +1,183 @@
+"""The profile table: measured layer times and the fingerprint of where they were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from dflop_ds.cost.features import ProfileRow, check_rows
+from dflop_ds.cost.model import check_schema, read_json, write_json
+from dflop_ds.errors import CostModelError
+from dflop_ds.flops import ModelDims
+
+SCHEMA_VERSION = 1
+
+MismatchPolicy = Literal["warn", "refuse"]
+
+_CONDITIONS = ("device", "hardware", "dtype", "attention", "activation_checkpointing")
+
+_logger = logging.getLogger(__name__)
+
+
+def model_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of the dimensions of a model that decide the time of its layers.
+
+    Parameters
+    ----------
+    config : mapping
+        A ``config.json``; see :meth:`~dflop_ds.flops.ModelDims.from_hf_config`. Numbers of layers are
+        left out: a profile holds the time of one layer and serves any depth.
+
+    Raises
+    ------
+    CostModelError
+        If a dimension is missing.
+    """
+    dims = ModelDims.from_hf_config(config).to_dict()
+    relevant = {
+        part: {key: value for key, value in dims[part].items() if key != "num_layers"} for part in dims
+    }
+    canonical = json.dumps(relevant, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """Where and how a profile was measured.
+
+    Attributes
+    ----------
+    device : str
+        Kind of device, such as ``"cuda"`` or ``"cpu"``.
+    hardware : str
+        Name of the device, such as ``"NVIDIA H200"``.
+    versions : dict of str to str
+        Versions of the packages that decide the speed.
+    dtype, attention : str
+        Compute type and attention implementation.
+    activation_checkpointing : bool
+        Whether backward times include a second forward.
+    model_hash : str
+        See :func:`model_hash`.
+    """
+
+    device: str
+    hardware: str
+    versions: dict[str, str]
+    dtype: str
+    attention: str
+    activation_checkpointing: bool
+    model_hash: str
+
+
+class ProfileTable:
+    """Measured layer times with their fingerprint.
+
+    Parameters
+    ----------
+    rows : list of ProfileRow
+    fingerprint : Fingerprint
+
+    Raises
+    ------
+    CostModelError
+        If there is no row, or a row has an unknown kind, a size that is zero where there must be work,
+        or a time that is negative, NaN or infinite.
+    """
+
+    def __init__(self, rows: list[ProfileRow], fingerprint: Fingerprint) -> None:
+        check_rows(rows)
+        self.rows = list(rows)
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        write_json(
+            path,
+            {
+                "schema_version": SCHEMA_VERSION,
+                "fingerprint": dataclasses.asdict(self.fingerprint),
+                "rows": [dataclasses.asdict(row) for row in self.rows],
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> ProfileTable:
+        """Read a table written by :meth:`save`.
+
+        Raises
+        ------
+        CostModelError
+            If the file is missing, truncated, of another schema, or has a row that must not be.
+        """
+        content = read_json(path, "profile table")
+        check_schema(content, f"profile table ({path})", SCHEMA_VERSION)
+        try:
+            fingerprint = _read_fingerprint(content["fingerprint"])
+            rows = [ProfileRow(**row) for row in content["rows"]]
+        except (KeyError, TypeError) as error:
+            raise CostModelError(
+                f"{path} must hold whole rows and a fingerprint; {error!r}. Run `dflop-ds profile` again."
+            ) from error
+        return cls(rows, fingerprint)
+
+    def check_matches(self, expected: Fingerprint, on_other_conditions: MismatchPolicy = "warn") -> None:
+        """Check that the profile describes the run that `expected` describes.
+
+        Parameters
+        ----------
+        expected : Fingerprint
+            Of the run at hand.
+        on_other_conditions : {"warn", "refuse"}
+            What to do when device, hardware, dtype, attention or activation checkpointing differ: log a
+            warning or raise. Other package versions are logged only.
+
+        Raises
+        ------
+        CostModelError
+            If the profile is of another model, or was taken under other conditions and the policy is
+            ``"refuse"``.
+        """
+        if on_other_conditions not in ("warn", "refuse"):
+            raise CostModelError(
+                f"on_other_conditions must be 'warn' or 'refuse', found {on_other_conditions!r}. Use one."
+            )
+        found = self.fingerprint
+        if found.model_hash != expected.model_hash:
+            raise CostModelError(
+                f"the profile must be of this model (model_hash {expected.model_hash[:12]}), found "
+                f"{found.model_hash[:12]}. Run `dflop-ds profile` for this model."
+            )
+        differences = [
+            f"{name} {getattr(found, name)!r} instead of {getattr(expected, name)!r}"
+            for name in _CONDITIONS
+            if getattr(found, name) != getattr(expected, name)
+        ]
+        if differences:
+            message = (
+                f"the profile should match the conditions of the run, found {', '.join(differences)}. "
+                "Run `dflop-ds profile` on this machine."
+            )
+            if on_other_conditions == "refuse":
+                raise CostModelError(message)
+            _logger.warning("%s", message)
+        if found.versions != expected.versions:
+            _logger.info("the profile was taken with %s, this run has %s", found.versions, expected.versions)
+
+
+def _read_fingerprint(stored: Mapping[str, Any]) -> Fingerprint:
+    fingerprint = Fingerprint(**stored)
+    for field in dataclasses.fields(Fingerprint):
+        value = getattr(fingerprint, field.name)
+        wanted = {"versions": dict, "activation_checkpointing": bool}.get(field.name, str)
+        if not isinstance(value, wanted):
+            raise TypeError(f"fingerprint.{field.name} is {value!r}")
+    return fingerprint

@@ -1,0 +1,111 @@
+"""What holds for every profile and every microbatch."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflop_ds import flops
+from dflop_ds.cost.features import LAYER_KINDS, MicrobatchFeatures
+from dflop_ds.cost.model import CostModel, LayerCostModel, ProfileRow
+from dflop_ds.shapes import SampleShape, ShapeTable
+
+DIMS = flops.ModelDims(flops.VisionDims(64, 128, 4, 2, 56, 14), flops.LlmDims(64, 128, 4, 2, 16, 2, 256))
+FIELDS = [field.name for field in dataclasses.fields(MicrobatchFeatures)]
+STAGES = [["vision_embed", "vision_block", "projector"], ["token_embed", "decoder_block", "norm", "head"]]
+
+kinds = st.sampled_from(LAYER_KINDS)
+sizes = st.integers(0, 10**9)
+microbatches = st.lists(st.tuples(*[sizes] * len(FIELDS)), min_size=1, max_size=20)
+samples = st.builds(
+    SampleShape,
+    sample_id=st.just("s"),
+    num_tiles=st.integers(0, 40),
+    num_frames=st.integers(0, 64),
+    text_tokens=st.just(0),
+    llm_tokens=st.integers(0, 32768),
+    target_tokens=st.integers(0, 32768),
+)
+
+
+def features_of(rows):
+    return MicrobatchFeatures(*np.array(rows, dtype=float).T)
+
+
+def rows_of(kind, num_rows, rng):
+    """Rows without any law: times that do not follow the sizes are the hard case."""
+    rows = []
+    for _ in range(num_rows):
+        row_sizes = [int(size) for size in rng.integers(1, 10 ** rng.integers(1, 6, len(FIELDS)) + 1)]
+        times_s = np.exp(rng.normal(-8, 2, 2))
+        rows.append(ProfileRow(kind, *row_sizes, float(times_s[0]), float(times_s[1])))
+    return rows
+
+
+@functools.cache
+def model_of(seed):
+    rng = np.random.default_rng(seed)
+    num_rows = (5, 60, 150)[seed % 3]
+    rows = [row for kind in LAYER_KINDS for row in rows_of(kind, num_rows, rng)]
+    return LayerCostModel().fit(rows, DIMS)
+
+
+models = st.integers(0, 5).map(model_of)
+
+
+@settings(max_examples=150, deadline=None)
+@given(model=models, kind=kinds, rows=microbatches, samples_per_bin=st.floats(1, 1000))
+def test_finite_and_never_negative(model, kind, rows, samples_per_bin):
+    features = features_of(rows)
+    for time_s in (
+        *model.predict(kind, features),
+        *model.predict_marginal(kind, features, samples_per_bin),
+    ):
+        assert np.isfinite(time_s).all()
+        assert (time_s >= 0).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(model=models, kind=kinds, rows=microbatches, growth=microbatches)
+def test_larger_never_costs_less(model, kind, rows, growth):
+    smaller = np.array(rows, dtype=float)
+    larger = smaller + np.resize(np.array(growth, dtype=float), smaller.shape)
+    both = MicrobatchFeatures(*np.vstack([smaller, larger]).T)
+    for time_s in model.predict(kind, both):
+        assert (time_s[len(rows) :] >= time_s[: len(rows)]).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(model=models, kind=kinds, rows=microbatches)
+def test_a_prediction_does_not_depend_on_its_batch(model, kind, rows):
+    together = model.predict(kind, features_of(rows))[0]
+    alone = [model.predict(kind, features_of([row]))[0][0] for row in rows]
+    np.testing.assert_array_equal(together, alone)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 5), rows=microbatches)
+def test_round_trip_is_bit_identical(seed, rows):
+    model = model_of(seed)
+    text = json.dumps(model.to_dict(), allow_nan=False)
+    copy = LayerCostModel.from_dict(json.loads(text))
+    assert json.dumps(copy.to_dict(), allow_nan=False) == text
+    for kind in LAYER_KINDS:
+        for before, after in zip(
+            model.predict(kind, features_of(rows)), copy.predict(kind, features_of(rows)), strict=True
+        ):
+            assert before.tobytes() == after.tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=models, shapes=st.lists(samples, min_size=1, max_size=30), samples_per_bin=st.floats(1, 100))
+def test_sample_costs_are_finite_and_zero_without_media(model, shapes, samples_per_bin):
+    table = ShapeTable.from_shapes(shapes)
+    costs = CostModel(model, STAGES).sample_costs(table, samples_per_bin)
+    for time_s in (costs.forward_s, costs.backward_s):
+        assert time_s.shape == (len(shapes), 2)
+        assert np.isfinite(time_s).all() and (time_s >= 0).all()
+        assert not time_s[table.encoder_inputs == 0, 0].any()
