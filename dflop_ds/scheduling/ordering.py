@@ -1,0 +1,162 @@
+"""Order of the bins: which replica runs which microbatch, and when.
+
+Equal bins are not enough: with few microbatches a pipeline is shorter when its smaller microbatches
+run first and last, where the other stages wait. The order is chosen by simulation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from dflop_ds.errors import SchedulingError
+from dflop_ds.scheduling.problem import Assignment, FloatArray, IntArray
+from dflop_ds.simulation.pipeline import makespans_1f1b
+
+_MAX_SWAPS = 128
+_MAX_ROUNDS = 6
+_RELATIVE_GAIN = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bins:
+    """Seconds of every bin, arrays of shape (num_bins, num_stages)."""
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    send_s: float
+
+    @property
+    def total_s(self) -> FloatArray:
+        return self.forward_s + self.backward_s
+
+    def makespans_s(self, orders: IntArray) -> FloatArray:
+        """Makespan of each order, shape (..., num_microbatches) of bin indices -> shape (...)."""
+        flat = orders.reshape(-1, orders.shape[-1])
+        forward_s, backward_s = (
+            np.swapaxes(times[flat], 1, 2) for times in (self.forward_s, self.backward_s)
+        )
+        return makespans_1f1b(forward_s, backward_s, send_s=self.send_s).reshape(orders.shape[:-1])
+
+
+def order_bins(
+    assignment: Assignment,
+    *,
+    forward_s: npt.ArrayLike,
+    backward_s: npt.ArrayLike,
+    num_replicas: int,
+    num_microbatches: int,
+    send_s: float = 0.0,
+) -> Assignment:
+    """Choose the replica and position of every bin for the shortest simulated step.
+
+    The contents of the bins stay as they are, so every cap keeps holding. Tried are: the given replicas
+    and replicas evened out by exchanging bins of similar size; in each replica the bins as given,
+    ascending, descending, and small at both ends; then pairwise swaps from the best of these.
+
+    Parameters
+    ----------
+    assignment : Assignment
+        A valid assignment of ``num_replicas * num_microbatches`` bins.
+    forward_s, backward_s : array_like, shape (num_samples, num_stages)
+        Predicted seconds of each sample in each pipeline stage.
+    num_replicas, num_microbatches : int
+    send_s : float
+        Seconds from one stage to the next.
+
+    Returns
+    -------
+    Assignment
+        The same bins in the order to run them; `assignment` itself if nothing shortens the slowest replica.
+
+    Raises
+    ------
+    SchedulingError
+        If the times do not have one row per sample, or are negative, NaN or infinite, or the number of
+        bins is another.
+    """
+    num_bins = num_replicas * num_microbatches
+    if len(assignment.bins) != num_bins:
+        raise SchedulingError(
+            f"an assignment must have num_replicas * num_microbatches = {num_bins} bins, "
+            f"found {len(assignment.bins)}. Give the counts of the problem that was solved."
+        )
+    bins = _Bins(_bin_times_s(assignment, forward_s), _bin_times_s(assignment, backward_s), send_s)
+    given = np.arange(num_bins).reshape(num_replicas, num_microbatches)
+    original_s = float(bins.makespans_s(given).max())
+    starts = [_best_candidates(bins, replicas) for replicas in (given, _even_replicas(bins, given.shape))]
+    orders, makespans_s = min(starts, key=lambda start: (start[1].max(), start[1].sum()))
+    orders, makespans_s = _swap_descent(bins, orders, makespans_s)
+    if makespans_s.max() >= original_s * (1.0 - _RELATIVE_GAIN):
+        return assignment
+    return Assignment(tuple(assignment.bins[index] for index in orders.ravel()))
+
+
+def _bin_times_s(assignment: Assignment, times_s: npt.ArrayLike) -> FloatArray:
+    times, bin_of = np.asarray(times_s, dtype=np.float64), assignment.bin_of()
+    if times.ndim != 2 or len(times) != len(bin_of):
+        raise SchedulingError(
+            f"stage times must have shape (num_samples = {len(bin_of)}, num_stages), found {times.shape}. "
+            "Give one row per sample."
+        )
+    result = np.zeros((len(assignment.bins), times.shape[1]))
+    np.add.at(result, bin_of, times)
+    return result
+
+
+def _even_replicas(bins: _Bins, shape: tuple[int, int]) -> IntArray:
+    """Deal bins of similar size one to each replica, the heaviest to the replica with the least so far."""
+    num_replicas, num_microbatches = shape
+    total_s = bins.total_s
+    ranked = np.argsort(-total_s.max(axis=1), kind="stable").reshape(num_microbatches, num_replicas)
+    sums_s = np.zeros((num_replicas, total_s.shape[1]))
+    result = np.empty((num_replicas, num_microbatches), dtype=np.int64)
+    for rank, equals in enumerate(ranked):
+        replicas = np.argsort(sums_s.max(axis=1), kind="stable")
+        result[replicas, rank] = equals
+        sums_s[replicas] += total_s[equals]
+    return result
+
+
+def _best_candidates(bins: _Bins, replicas: IntArray) -> tuple[IntArray, FloatArray]:
+    """Best simple order of each replica, and its makespan."""
+    num_microbatches = replicas.shape[1]
+    rank = np.argsort(bins.total_s.max(axis=1)[replicas], axis=1, kind="stable")
+    ascending = np.take_along_axis(replicas, rank, axis=1)
+    both_ends = np.concatenate([np.arange(0, num_microbatches, 2), np.arange(1, num_microbatches, 2)[::-1]])
+    candidates = np.stack([replicas, ascending, ascending[:, ::-1], ascending[:, both_ends]])
+    makespans_s = bins.makespans_s(candidates)
+    best, rows = makespans_s.argmin(axis=0), np.arange(len(replicas))
+    return candidates[best, rows], makespans_s[best, rows]
+
+
+def _swap_positions(num_microbatches: int) -> IntArray:
+    """Pairs of positions to swap, shape (num_swaps, 2), those close to an end first."""
+    first, second = np.triu_indices(num_microbatches, k=1)
+    from_end = np.minimum(first, num_microbatches - 1 - second)
+    chosen = np.sort(np.argsort(from_end, kind="stable")[:_MAX_SWAPS])
+    return np.stack([first[chosen], second[chosen]], axis=1)
+
+
+def _swap_descent(bins: _Bins, orders: IntArray, makespans_s: FloatArray) -> tuple[IntArray, FloatArray]:
+    """Apply the best swap of each replica until none shortens its makespan."""
+    num_replicas, num_microbatches = orders.shape
+    pairs = _swap_positions(num_microbatches)
+    if len(pairs) == 0:
+        return orders, makespans_s
+    swaps = np.tile(np.arange(num_microbatches), (len(pairs), 1))
+    rows = np.arange(len(pairs))
+    swaps[rows, pairs[:, 0]], swaps[rows, pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
+    replicas = np.arange(num_replicas)
+    for _ in range(_MAX_ROUNDS):
+        tried_s = bins.makespans_s(orders[:, swaps])
+        best = tried_s.argmin(axis=1)
+        better = tried_s[replicas, best] < makespans_s * (1.0 - _RELATIVE_GAIN)
+        if not better.any():
+            break
+        swapped = np.take_along_axis(orders, swaps[best], axis=1)
+        orders = np.where(better[:, None], swapped, orders)
+        makespans_s = np.where(better, tried_s[replicas, best], makespans_s)
+    return orders, makespans_s

@@ -1,0 +1,186 @@
+"""From the step number to the plan of that step: pure decisions, no communication."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dflop_ds.cost.model import SampleCosts
+from dflop_ds.errors import InfeasibleError, SchedulingError
+from dflop_ds.scheduling.order import EpochOrder, GlobalBatch
+from dflop_ds.scheduling.ordering import order_bins
+from dflop_ds.scheduling.plan import StepPlan
+from dflop_ds.scheduling.problem import Problem, Solution
+from dflop_ds.scheduling.solve import solve
+from dflop_ds.shapes import ShapeTable
+
+logger = logging.getLogger(__name__)
+
+Limit = int | Literal["auto"] | None
+_MAX_GROWTH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """A plan and how it came about.
+
+    Attributes
+    ----------
+    plan : StepPlan
+    batch : GlobalBatch
+    solution : Solution
+        Before its bins were put into order.
+    """
+
+    plan: StepPlan
+    batch: GlobalBatch
+    solution: Solution
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlanner:
+    """Makes the plan of any step from shapes, costs and settings.
+
+    Attributes
+    ----------
+    table : ShapeTable
+        Shapes of the usable samples.
+    rows : ndarray of int64, shape (n,)
+        Data set index of each row of ``table``.
+    order : EpochOrder
+    num_replicas, num_microbatches, micro_batch_size : int
+        Data-parallel replicas, microbatches of a full step and samples per microbatch, from
+        DeepSpeed's own configuration.
+    costs : SampleCosts or None
+        Per-sample seconds per pipeline stage; may be ``None`` for the policy ``blind``.
+    policy : {"cp_sat", "lpt", "blind"}
+    reduction : {"token", "sample"}
+    max_tokens, max_encoder_inputs : int, "auto" or None
+        Hard limits of one bin. ``auto`` bounds a bin to twice the average, or to the largest
+        sample if that is more.
+    reorder : bool
+        Order bins within a replica by simulated makespan.
+    deterministic_time_s : float
+        Solver effort per step.
+    seed : int
+    """
+
+    table: ShapeTable
+    rows: npt.NDArray[np.int64]
+    order: EpochOrder
+    num_replicas: int
+    num_microbatches: int
+    micro_batch_size: int
+    costs: SampleCosts | None
+    policy: str = "cp_sat"
+    reduction: str = "token"
+    max_tokens: Limit = None
+    max_encoder_inputs: Limit = None
+    reorder: bool = True
+    deterministic_time_s: float = 0.1
+    seed: int = 0
+
+    def plan(self, step: int) -> PlannedStep:
+        """Plan of optimizer step ``step``, by the configured policy."""
+        return self._plan(step, self.policy)
+
+    def fallback(self, step: int) -> PlannedStep:
+        """Plan made without the solver, for when it is late."""
+        return self._plan(step, "blind" if self.policy == "blind" else "lpt")
+
+    def _plan(self, step: int, policy: str) -> PlannedStep:
+        batch = self.order.batch(step)
+        problem, solution = self._solve(batch, policy)
+        bins = solution.assignment.bins
+        if policy != "blind" and self.reorder and self.costs is not None:
+            bins = order_bins(
+                solution.assignment,
+                forward_s=self.costs.forward_s[batch.positions],
+                backward_s=self.costs.backward_s[batch.positions],
+                num_replicas=self.num_replicas,
+                num_microbatches=problem.num_microbatches,
+            ).bins
+        indices = self.rows[batch.positions]
+        members = tuple(tuple(int(indices[position]) for position in positions) for positions in bins)
+        plan = StepPlan(
+            step=step,
+            epoch=batch.epoch,
+            num_replicas=self.num_replicas,
+            num_microbatches=problem.num_microbatches,
+            bins=members,
+            num_terms=self._num_terms(batch),
+        )
+        return PlannedStep(plan, batch, solution)
+
+    def _solve(self, batch: GlobalBatch, policy: str) -> tuple[Problem, Solution]:
+        """Solve, with more microbatches where the hard limits leave no other way."""
+        needed = math.ceil(len(batch.positions) / (self.num_replicas * self.micro_batch_size))
+        num_microbatches = max(1, min(self.num_microbatches, needed))
+        most = _MAX_GROWTH * num_microbatches
+        while True:
+            problem = self._problem(batch, num_microbatches)
+            try:
+                return problem, self._solve_once(problem, policy)
+            except InfeasibleError as error:
+                fewest = math.ceil((error.min_bins or 0) / self.num_replicas)
+                if policy == "blind" or error.min_bins is None or num_microbatches >= most:
+                    raise
+                num_microbatches = min(most, max(num_microbatches + 1, fewest))
+                logger.warning("step %d runs %d microbatches: %s", batch.step, num_microbatches, error)
+
+    def _solve_once(self, problem: Problem, policy: str) -> Solution:
+        return solve(problem, policy=policy, deterministic_time_s=self.deterministic_time_s, seed=self.seed)
+
+    def _problem(self, batch: GlobalBatch, num_microbatches: int) -> Problem:
+        positions = batch.positions
+        if self.costs is not None:
+            costs_s = self.costs.forward_s[positions] + self.costs.backward_s[positions]
+        elif self.policy == "blind":
+            costs_s = np.zeros((len(positions), 1))
+        else:
+            raise SchedulingError(
+                f'the policy "{self.policy}" needs predicted costs, found none; profile the model or '
+                f'use "blind".'
+            )
+        num_bins = self.num_replicas * num_microbatches
+        limits = (
+            ("tokens", self.table.llm_tokens, self.max_tokens),
+            ("encoder inputs", self.table.encoder_inputs, self.max_encoder_inputs),
+        )
+        names, sizes, caps = [], [], []
+        for name, column, limit in limits:
+            cap = self._cap(column, positions, limit, num_bins)
+            if cap is not None:
+                names.append(name)
+                sizes.append(column[positions])
+                caps.append(cap)
+        return Problem(
+            costs_s=costs_s,
+            num_replicas=self.num_replicas,
+            num_microbatches=num_microbatches,
+            sizes=np.stack(sizes, axis=1) if sizes else np.zeros((len(positions), 0), dtype=np.int64),
+            caps=np.array(caps, dtype=np.int64),
+            cap_names=tuple(names),
+            sample_ids=tuple(self.table.sample_ids[i] for i in positions),
+        )
+
+    def _cap(
+        self, column: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], limit: Limit, num_bins: int
+    ) -> int | None:
+        if limit is None or isinstance(limit, int):
+            return limit
+        if self.policy == "blind":
+            return None
+        usual = 2 * math.ceil(float(column.mean()) * self.micro_batch_size)
+        # A batch that is heavy as a whole must still fit: any greedy assignment stays below this.
+        greedy = math.ceil(int(column[positions].sum()) / num_bins) + int(column[positions].max())
+        return max(usual, int(column.max()), greedy)
+
+    def _num_terms(self, batch: GlobalBatch) -> int:
+        targets = self.table.target_tokens[batch.positions]
+        return int(targets.sum()) if self.reduction == "token" else int((targets > 0).sum())
