@@ -1,0 +1,328 @@
+"""LLaVA conversation records to token ids and labels.
+
+The whole conversation is rendered with the tokenizer's chat template and tokenised once, so the
+ids are those that a Hugging Face processor gives. Supervised are the assistant's answers together
+with their end-of-turn token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from dflop_ds.errors import ConfigError, DataError
+
+IGNORED_LABEL = -100
+IMAGE_PLACEHOLDER = "<image>"
+VIDEO_PLACEHOLDER = "<video>"
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+_PLACEHOLDER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaRef:
+    """One image or clip that a record names.
+
+    Attributes
+    ----------
+    path : str
+        As written in the record.
+    is_clip : bool
+    """
+
+    path: str
+    is_clip: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """A record after validation.
+
+    Attributes
+    ----------
+    sample_id : str
+    messages : tuple of (str, str)
+        Chat role and content; the content holds one placeholder per media item.
+    media : tuple of MediaRef
+        In the order of the placeholders.
+    """
+
+    sample_id: str
+    messages: tuple[tuple[str, str], ...]
+    media: tuple[MediaRef, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedSample:
+    """Token ids of a sample, media placeholders expanded.
+
+    Attributes
+    ----------
+    input_ids : ndarray of int64, shape (num_tokens,)
+    labels : ndarray of int64, shape (num_tokens,)
+        The id where the token is supervised, -100 elsewhere; not shifted.
+    """
+
+    input_ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens that carry loss after the shift by one."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORED_LABEL))
+
+
+def parse_record(record: Mapping[str, Any], sample_id: str) -> Conversation:
+    """Check a LLaVA record and bring its media into the order of their placeholders.
+
+    Parameters
+    ----------
+    record : dict
+        ``{"image": str | list, "video": str | list, "conversations": [{"from", "value"}, ...]}``.
+        A sample of clips only may write ``<image>`` for a clip. Without any placeholder all media
+        go in front of the first human turn.
+    sample_id : str
+        Named in errors.
+
+    Raises
+    ------
+    DataError
+        If the record is malformed, or placeholders and media differ in number.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"a record must be an object, found {type(record).__name__}; correct it.", sample_id)
+    images = _paths(record, "image", sample_id)
+    clips = _paths(record, "video", sample_id)
+    messages = _messages(record, sample_id)
+    text = "\n".join(content for _, content in messages)
+    if clips and not images and VIDEO_PLACEHOLDER not in text:
+        messages = [
+            (role, content.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)) for role, content in messages
+        ]
+    if (images or clips) and _PLACEHOLDER.search(text) is None:
+        messages = _media_first(messages, len(images), len(clips), sample_id)
+    found = _PLACEHOLDER.findall("\n".join(content for _, content in messages))
+    for placeholder, paths in ((IMAGE_PLACEHOLDER, images), (VIDEO_PLACEHOLDER, clips)):
+        if found.count(placeholder) != len(paths):
+            raise DataError(
+                f"the text must hold one {placeholder} per media file, found {found.count(placeholder)} for "
+                f"{len(paths)} files; correct the text or the file list.",
+                sample_id,
+            )
+    queues = {IMAGE_PLACEHOLDER: iter(images), VIDEO_PLACEHOLDER: iter(clips)}
+    media = tuple(MediaRef(next(queues[kind]), is_clip=kind == VIDEO_PLACEHOLDER) for kind in found)
+    return Conversation(sample_id, tuple(messages), media)
+
+
+def _paths(record: Mapping[str, Any], key: str, sample_id: str) -> list[str]:
+    value = record.get(key)
+    paths = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+        raise DataError(
+            f"{key!r} must be a path or a list of paths, found {value!r}; correct the record.", sample_id
+        )
+    return paths
+
+
+def _messages(record: Mapping[str, Any], sample_id: str) -> list[tuple[str, str]]:
+    turns = record.get("conversations")
+    if not isinstance(turns, list) or not turns:
+        raise DataError(
+            f"'conversations' must be a list of at least one turn, found {turns!r}; correct the record.",
+            sample_id,
+        )
+    messages = []
+    for number, turn in enumerate(turns):
+        sender = turn.get("from") if isinstance(turn, Mapping) else None
+        value = turn.get("value") if isinstance(turn, Mapping) else None
+        if not isinstance(sender, str) or sender not in _ROLES:
+            raise DataError(
+                f"'from' of turn {number} must be "
+                f"one of {sorted(_ROLES)}, found {sender!r}; correct the record.",
+                sample_id,
+            )
+        if not isinstance(value, str):
+            raise DataError(
+                f"'value' of turn {number} must be "
+                f"a string, found {type(value).__name__}; correct the record.",
+                sample_id,
+            )
+        messages.append((_ROLES[sender], value))
+    return messages
+
+
+def _media_first(
+    messages: list[tuple[str, str]], num_images: int, num_clips: int, sample_id: str
+) -> list[tuple[str, str]]:
+    front = f"{IMAGE_PLACEHOLDER}\n" * num_images + f"{VIDEO_PLACEHOLDER}\n" * num_clips
+    for position, (role, content) in enumerate(messages):
+        if role == "user":
+            return [*messages[:position], (role, front + content), *messages[position + 1 :]]
+    raise DataError(
+        "a record with media must have a human turn or a placeholder to put them at, found neither; "
+        "correct it.",
+        sample_id,
+    )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, image_token_id: int, video_token_id: int) -> None:
+    """Refuse a tokenizer that cannot render and tokenise conversations.
+
+    Raises
+    ------
+    ConfigError
+        If it has no chat template, gives no offsets, or knows other placeholder tokens.
+    """
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"tokenizer {name!r} must have a chat template, found none; "
+            "set tokenizer.chat_template, or use an instruction-tuned checkpoint."
+        )
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"tokenizer {name!r} must be a fast one, found a slow one; save a tokenizer.json for it."
+        )
+    for text, token_id in ((IMAGE_PLACEHOLDER, image_token_id), (VIDEO_PLACEHOLDER, video_token_id)):
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if found != [token_id]:
+            raise ConfigError(
+                f"tokenizer {name!r} must map {text!r} to token {token_id} of the model's config.json, "
+                f"found {found}; "
+                "use the tokenizer that belongs to the model."
+            )
+
+
+def tokenize_conversation(
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    media_tokens: Sequence[int],
+    *,
+    image_token_id: int,
+    video_token_id: int,
+) -> TokenizedSample:
+    """Token ids and labels of a conversation.
+
+    Parameters
+    ----------
+    conversation : Conversation
+    tokenizer : PreTrainedTokenizerBase
+        A fast tokenizer with a chat template, see :func:`check_tokenizer`.
+    media_tokens : sequence of int
+        LLM tokens of each media item, in the order of the placeholders.
+    image_token_id, video_token_id : int
+        Placeholder tokens.
+
+    Raises
+    ------
+    DataError
+        If the template refuses the conversation or placeholders and media differ in number.
+    ConfigError
+        If the template does not extend a conversation turn by turn.
+    """
+    text, spans = _render(conversation, tokenizer)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+    starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
+    supervised = np.zeros(ids.shape, dtype=np.bool_)
+    for start, stop in spans:
+        supervised |= (starts >= start) & (starts < stop)
+    is_media = (ids == image_token_id) | (ids == video_token_id)
+    if int(is_media.sum()) != len(media_tokens):
+        raise DataError(
+            f"the tokenised text must hold one placeholder per media item, found {int(is_media.sum())} for "
+            f"{len(media_tokens)}; keep placeholders apart from other text.",
+            conversation.sample_id,
+        )
+    labels = np.where(supervised & ~is_media, ids, IGNORED_LABEL)
+    copies = np.ones(ids.shape, dtype=np.int64)
+    copies[is_media] = media_tokens
+    return TokenizedSample(np.repeat(ids, copies), np.repeat(labels, copies))
+
+
+def tokenize_record(
+    record: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    media_tokens: Sequence[int],
+    *,
+    image_token_id: int,
+    video_token_id: int,
+    sample_id: str | None = None,
+) -> TokenizedSample:
+    """Token ids and labels of a LLaVA record.
+
+    Parameters are those of :func:`tokenize_conversation`; ``sample_id`` defaults to the record's.
+
+    Raises
+    ------
+    DataError, ConfigError
+        As :func:`parse_record`, :func:`check_tokenizer` and :func:`tokenize_conversation`.
+    """
+    check_tokenizer(tokenizer, image_token_id, video_token_id)
+    conversation = parse_record(record, str(record.get("id")) if sample_id is None else sample_id)
+    return tokenize_conversation(
+        conversation, tokenizer, media_tokens, image_token_id=image_token_id, video_token_id=video_token_id
+    )
+
+
+def _render(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[tuple[int, int]]]:
+    """The conversation as one text, and the character spans that are supervised."""
+    messages = [{"role": role, "content": content} for role, content in conversation.messages]
+
+    def render(num_messages: int, ask: bool) -> str:
+        try:
+            text = tokenizer.apply_chat_template(
+                messages[:num_messages], tokenize=False, add_generation_prompt=ask
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template must accept the order of turns, found {error}; correct the record.",
+                conversation.sample_id,
+            ) from error
+        return str(text)
+
+    text = render(len(messages), False)
+    spans = []
+    for number, message in enumerate(messages):
+        if message["content"].strip() not in text:
+            raise ConfigError(
+                f"the chat template must render message contents that are strings, found turn {number} of "
+                f"sample {conversation.sample_id!r} left out; use the text template of the language model."
+            )
+        if message["role"] != "assistant":
+            continue
+        prompt = render(number, True)
+        answered = text if number + 1 == len(messages) else render(number + 1, False)
+        if not (answered.startswith(prompt) and text.startswith(answered)):
+            raise ConfigError(
+                "the chat template must extend a conversation turn by turn, found that it rewrites what "
+                f"precedes turn {number} of sample {conversation.sample_id!r}; use a template whose "
+                "generation prompt starts the answer and which keeps earlier turns as they were."
+            )
+        spans.append((len(prompt), _answer_stop(answered, len(prompt), message["content"])))
+    return text, spans
+
+
+def _answer_stop(answered: str, start: int, answer: str) -> int:
+    """End of the supervised span: behind the end-of-turn token, without white space that follows it."""
+    turn = answered[start:]
+    closed = turn.rstrip()
+    if closed == answer.strip():
+        return len(answered)
+    return start + len(closed)

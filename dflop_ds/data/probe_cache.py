@@ -1,0 +1,105 @@
+"""Shapes of an earlier scan, kept as NPZ next to the fingerprint of what they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dflop_ds.data.dataset import LlavaDataset
+from dflop_ds.errors import DataError
+from dflop_ds.shapes import SampleShape
+
+logger = logging.getLogger(__name__)
+
+MISSING_STAMP = 0
+"""Stamp of a sample that must be looked at again."""
+
+_SCHEMA_VERSION = 1
+_COLUMNS = ("num_tiles", "num_frames", "text_tokens", "llm_tokens", "target_tokens")
+
+
+def media_stamp(dataset: LlavaDataset, index: int) -> int:
+    """Checksum of path, size and modification time of a sample's media; 0 when one cannot be read."""
+    parts: list[tuple[str, int, int]] = []
+    try:
+        for path in dataset.media_paths(index):
+            stat = path.stat()
+            parts.append((str(path), stat.st_size, stat.st_mtime_ns))
+    except (DataError, OSError):
+        return MISSING_STAMP
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def save_shapes(path: Path, fingerprint: str, entries: Sequence[tuple[SampleShape | None, int]]) -> None:
+    """Write the shapes that were found, with the stamp of their media.
+
+    Parameters
+    ----------
+    path : Path
+        Replaced as a whole, so that another process never reads half a file.
+    fingerprint : str
+        Of records and settings.
+    entries : sequence of (SampleShape or None, int)
+        For every sample in data set order.
+    """
+    found = [(index, shape, stamp) for index, (shape, stamp) in enumerate(entries) if shape is not None]
+    columns = {
+        name: np.array([getattr(shape, name) for _, shape, _ in found], dtype=np.int64) for name in _COLUMNS
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with open(partial, "wb") as file:
+        np.savez_compressed(
+            file,
+            schema_version=np.int64(_SCHEMA_VERSION),
+            fingerprint=np.str_(fingerprint),
+            indices=np.array([index for index, _, _ in found], dtype=np.int64),
+            stamps=np.array([stamp for _, _, stamp in found], dtype=np.int64),
+            sample_ids=np.array([shape.sample_id for _, shape, _ in found], dtype=np.str_),
+            **columns,  # type: ignore[arg-type]
+        )
+    os.replace(partial, path)
+
+
+def load_shapes(path: Path, fingerprint: str, dataset: LlavaDataset) -> dict[int, tuple[SampleShape, int]]:
+    """Shapes and stamps by data set position, of samples whose media are as they were.
+
+    A missing, damaged or outdated file gives none: the cache only saves time.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        current = (int(arrays["schema_version"]), str(arrays["fingerprint"])) == (
+            _SCHEMA_VERSION,
+            fingerprint,
+        )
+        rows = zip(arrays["sample_ids"], *(arrays[name] for name in _COLUMNS), strict=True)
+        shapes = [SampleShape(str(row[0]), *(int(value) for value in row[1:])) for row in rows]
+        known = {
+            int(index): (shape, int(stamp))
+            for index, stamp, shape in zip(arrays["indices"], arrays["stamps"], shapes, strict=True)
+        }
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        logger.warning(
+            "the shape cache %s must be readable, found %s; the data set is scanned again.", path, error
+        )
+        return {}
+    if not current:
+        logger.info(
+            "the shape cache %s is of other records or settings; the data set is scanned again.", path
+        )
+        return {}
+    return {
+        index: entry
+        for index, entry in known.items()
+        if entry[1] != MISSING_STAMP and media_stamp(dataset, index) == entry[1]
+    }
