@@ -1,0 +1,88 @@
+"""What every pipeline layer of every model family has in common.
+
+A layer takes and returns ``(hidden, layout)``: one float tensor that carries the gradient and the
+``int64`` vector of :class:`~dflop_ds.data.layout.PackedLayout`. The last layer returns logits only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Carry = tuple[torch.Tensor, torch.Tensor]
+
+
+class PipelineLayer(nn.Module):
+    """Base of the pipeline layers.
+
+    Attributes
+    ----------
+    kind : str
+        Layer kind of the cost model, one of ``dflop_ds.cost.features.LAYER_KINDS``.
+    """
+
+    kind: str = ""
+
+    def hf_prefixes(self) -> dict[str, str]:
+        """Map from a local parameter prefix to its prefix in the Hugging Face state dict."""
+        raise NotImplementedError
+
+    def hf_name(self, local_name: str) -> str:
+        """Hugging Face name of a local parameter."""
+        for local, remote in self.hf_prefixes().items():
+            if local_name == local or local_name.startswith(local + "."):
+                return remote + local_name[len(local) :]
+        raise KeyError(local_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """How to build one pipeline layer, without building it.
+
+    Attributes
+    ----------
+    kind : str
+        Layer kind of the cost model.
+    build : callable
+        Returns the module, freshly initialised from its own seed: weights do not depend on
+        which stage or rank builds the layer.
+    tied_key : str, optional
+        Layers with the same key share one module (tied embeddings).
+    forward_fn : callable, optional
+        ``forward_fn(module, carry)`` where the shared module plays another role.
+    tied_weights : tuple of str
+        Names of the weights that the layers share.
+    """
+
+    kind: str
+    build: Callable[[], PipelineLayer]
+    tied_key: str | None = None
+    forward_fn: Callable[[Any, Any], Any] | None = None
+    tied_weights: tuple[str, ...] = ()
+
+
+def seeded_init(module: nn.Module, seed: int, std: float) -> None:
+    """Initialise in place: normal matrices, zero biases, unit norms; the global RNG is untouched.
+
+    Parameters
+    ----------
+    module : Module
+    seed : int
+    std : float
+        Standard deviation of weight matrices, ``initializer_range`` of the configuration.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            continue
+        with torch.no_grad():
+            if parameter.dim() >= 2 or name.endswith("image_newline"):
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)
