@@ -1,0 +1,127 @@
+"""Every private or undocumented DeepSpeed name that dflop_ds relies on, in one place.
+
+``tests/contract/test_deepspeed_contract.py`` checks each of them against the installed version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+INSTRUCTION_MAP_ATTRIBUTE = "_INSTRUCTION_MAP"
+
+ENGINE_METHODS: dict[str, tuple[str, ...]] = {
+    "_build_data_iter": ("self", "dataset"),
+    "_next_batch": ("self",),
+    "_exec_load_micro_batch": ("self", "buffer_id"),
+    "_exec_forward_pass": ("self", "buffer_id"),
+    "_exec_backward_pass": ("self", "buffer_id"),
+    "_exec_reduce_grads": ("self",),
+    "set_train_batch_size": ("self", "train_batch_size"),
+    "set_dataloader": ("self", "loader"),
+    "set_dataiterator": ("self", "iterator"),
+}
+"""Methods that the engine overrides or calls, with their parameter names."""
+
+MODULE_METHODS: dict[str, tuple[str, ...]] = {
+    "_partition_layers": ("self", "method"),
+    "_count_layer_params": ("self",),
+    "_set_bounds": ("self", "start", "stop"),
+}
+"""Methods of ``PipelineModule`` that the module overrides or calls."""
+
+PIPE_BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
+"""Keys of ``engine.pipe_buffers``."""
+
+
+def instruction_map(engine_class: type[PipelineEngine]) -> dict[type, Callable[..., None]]:
+    """Copy of the map through which DeepSpeed dispatches its pipeline instructions."""
+    return dict(getattr(engine_class, INSTRUCTION_MAP_ATTRIBUTE))
+
+
+def overridden_instructions(engine_class: type[PipelineEngine]) -> dict[type, Callable[..., None]]:
+    """Map that dispatches to the overrides of ``engine_class``.
+
+    DeepSpeed's map holds the functions of the *base* class, so overriding a method is not enough.
+    """
+    base = instruction_map(PipelineEngine)
+    return {instruction: getattr(engine_class, function.__name__) for instruction, function in base.items()}
+
+
+def backward_once(engine: PipelineEngine, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """One autograd pass for all float outputs of a stage, seen by DeepSpeed's hooks as its own.
+
+    Parameters
+    ----------
+    outputs, grads : list of Tensor
+        Stage outputs that require a gradient, and the gradients received for them.
+    """
+    if engine.using_bf16_optimizer:
+        engine.optimizer.clear_lp_grads()
+    engine._running_engine_backward = True
+    try:
+        torch.autograd.backward(outputs, grads)
+    finally:
+        engine._running_engine_backward = False
+    if engine.using_bf16_optimizer and not engine._config.bfloat16_config.immediate_grad_update:
+        engine.optimizer.update_hp_grads(clear_lp_grads=False)
+
+
+def received_gradients(engine: PipelineEngine) -> list[torch.Tensor]:
+    """Gradients of the float outputs, as the last ``RecvGrad`` left them."""
+    layer = engine.grad_layer
+    return [layer] if isinstance(layer, torch.Tensor) else list(layer)
+
+
+def release_outputs(engine: PipelineEngine, buffer_id: int) -> None:
+    """Free the forward results of one buffer after its backward pass."""
+    engine.pipe_buffers["output_tensors"][buffer_id] = None
+    engine.pipe_buffers["outputs"][buffer_id] = None
+
+
+def set_num_microbatches(engine: PipelineEngine, num_microbatches: int) -> None:
+    """Change how many microbatches the next steps run; loss and gradient scaling follow."""
+    if num_microbatches != engine.micro_batches:
+        engine.set_train_batch_size(num_microbatches * engine.micro_batch_size * engine.dp_world_size)
+
+
+COMPUTE_INSTRUCTIONS: tuple[type, ...] = (schedule.ForwardPass, schedule.BackwardPass)
+"""Instructions during which a stage is busy."""
+
+
+def fill_missing_gradients(engine: PipelineEngine) -> None:
+    """Give a zero gradient to every trainable parameter that took no part in this step.
+
+    A replica whose microbatches hold no image has no gradients for the encoder blocks, another
+    one has: their reductions would not match.
+    """
+    if engine.using_bf16_optimizer:
+        return
+    accumulates = getattr(engine.optimizer, "use_grad_accum_attribute", False)
+    name = "grad_accum" if accumulates else "grad"
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad and getattr(parameter, name, None) is None:
+            dtype = engine.optimizer.gradient_accumulation_dtype if accumulates else parameter.dtype
+            setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
+
+
+def make_engine(
+    engine_class: type[PipelineEngine], ds_config: dict[str, Any], **kwargs: Any
+) -> PipelineEngine:
+    """Build a pipeline engine of the given class as ``deepspeed.initialize`` builds its own."""
+    mpu = kwargs["model"].mpu()
+    config_class = DeepSpeedConfig(ds_config, mpu)
+    set_flags = getattr(deepspeed, "set_optimizer_flags", None)
+    if set_flags is not None:
+        set_flags(config_class, kwargs["model"])
+    engine = engine_class(mpu=mpu, config=ds_config, config_class=config_class, **kwargs)
+    configure_gc = getattr(engine, "_configure_python_gc", None)
+    if configure_gc is not None:
+        configure_gc()
+    return engine

@@ -1,0 +1,187 @@
+"""Predicted layer times for this run, and the stage boundaries that follow from them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import transformers
+from deepspeed.accelerator import get_accelerator
+
+from dflop_ds.config import DflopConfig
+from dflop_ds.cost.features import MicrobatchFeatures
+from dflop_ds.cost.model import LayerCostModel
+from dflop_ds.cost.split import balanced_split, expected_layer_times
+from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.errors import ConfigError, CostModelError
+from dflop_ds.flops import ModelDims
+from dflop_ds.models.layers import LayerPlan
+from dflop_ds.profiling.harness import choose_microbatches, profile_layers
+from dflop_ds.profiling.table import Fingerprint, ProfileTable, model_hash
+from dflop_ds.runtime import distributed
+from dflop_ds.runtime.loss import packed_loss
+
+logger = logging.getLogger(__name__)
+
+_PROFILED_SHAPES = 64
+_SPLIT_BINS = 256
+
+
+def compute_dtype(ds_config: dict[str, Any]) -> torch.dtype:
+    """Type in which the layers run, from DeepSpeed's own keys."""
+    return torch.bfloat16 if ds_config.get("bf16", {}).get("enabled", False) else torch.float32
+
+
+def fingerprint(ds_config: dict[str, Any], config: DflopConfig, model_config: dict[str, Any]) -> Fingerprint:
+    """What a profile must have been measured under to be valid for this run."""
+    device = distributed.device()
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return Fingerprint(
+        device=get_accelerator().device_name(),
+        hardware=hardware,
+        versions={
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "transformers": transformers.__version__,
+        },
+        dtype=str(compute_dtype(ds_config)).removeprefix("torch."),
+        attention=config.model.attention,
+        activation_checkpointing=config.parallel.activation_checkpointing,
+        model_hash=model_hash(model_config),
+    )
+
+
+def measure_profile(
+    probed: ProbedDataset,
+    plans: Sequence[LayerPlan],
+    collate_fn: Callable[[list[Any]], Any],
+    expected: Fingerprint,
+    *,
+    config: DflopConfig,
+    dtype: torch.dtype,
+    samples_per_bin: int,
+) -> ProfileTable:
+    """Time one layer of every kind on this rank's device, at shapes of the data set."""
+    microbatches = choose_microbatches(len(probed.table), samples_per_bin, _PROFILED_SHAPES, config.seed)
+    rows = profile_layers(
+        plans,
+        probed,
+        microbatches,
+        collate_fn=collate_fn,
+        loss_fn=packed_loss,
+        device=distributed.device(),
+        dtype=dtype,
+        activation_checkpointing=config.parallel.activation_checkpointing,
+        budget_s=config.cost.profile_budget_s,
+    )
+    return ProfileTable(rows, expected)
+
+
+def layer_cost_model(
+    measure: Callable[[], ProfileTable],
+    expected: Fingerprint,
+    *,
+    config: DflopConfig,
+    dims: ModelDims,
+) -> LayerCostModel:
+    """Cost model of this run: fitted on rank 0, the same on every rank.
+
+    A saved profile is used where the configuration names one; otherwise rank 0 measures once and
+    keeps the result in the output directory, so that the next launch plans alike.
+
+    Raises
+    ------
+    CostModelError
+        On every rank, if the profile is missing, damaged or of another model.
+    """
+
+    def fit() -> bytes:
+        table = _named_profile(config, expected) or _kept_profile(config, expected)
+        if table is None:
+            table = measure()
+            path = _kept_path(config)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table.save(path)
+            logger.info("profiled %d layer timings, kept in %s", len(table), path)
+        return json.dumps(LayerCostModel().fit(table.rows, dims).to_dict()).encode()
+
+    return LayerCostModel.from_dict(json.loads(distributed.on_first_rank(fit)))
+
+
+def stage_boundaries(
+    config: DflopConfig,
+    layer_kinds: Sequence[str],
+    num_stages: int,
+    layer_model: LayerCostModel | None,
+    probed: ProbedDataset,
+    samples_per_bin: int,
+) -> list[int] | None:
+    """Layer indices at which the stages begin, by ``dflop.parallel.split``.
+
+    Returns
+    -------
+    list of int, length num_stages + 1, or None
+        ``None`` leaves the split to DeepSpeed (``parameters`` or ``uniform``).
+    """
+    split = config.parallel.split
+    if isinstance(split, list):
+        if sum(split) != len(layer_kinds):
+            raise ConfigError(
+                f"dflop.parallel.split must place all {len(layer_kinds)} layers, found {split} "
+                f'(sum {sum(split)}); correct it or use "auto".'
+            )
+        return np.cumsum([0, *split]).tolist()
+    if split != "auto":
+        return None
+    if layer_model is None:
+        raise ConfigError('dflop.parallel.split "auto" needs a cost model; profile the model first.')
+    rng = np.random.default_rng(config.seed)
+    size = min(samples_per_bin, len(probed.table))
+    bins = [rng.choice(len(probed.table), size=size, replace=False).tolist() for _ in range(_SPLIT_BINS)]
+    times_s = expected_layer_times(layer_model, layer_kinds, MicrobatchFeatures.from_bins(probed.table, bins))
+    return balanced_split(layer_kinds, times_s, num_stages)
+
+
+def _named_profile(config: DflopConfig, expected: Fingerprint) -> ProfileTable | None:
+    if config.cost.profile == "auto":
+        return None
+    table = ProfileTable.load(config.cost.profile)
+    table.check_matches(expected)
+    return table
+
+
+def _kept_profile(config: DflopConfig, expected: Fingerprint) -> ProfileTable | None:
+    """The profile of an earlier launch, if it was measured under exactly these conditions."""
+    path = _kept_path(config)
+    if not path.is_file():
+        return None
+    try:
+        table = ProfileTable.load(path)
+    except CostModelError as error:
+        logger.warning("the kept profile is not usable and is measured again: %s", error)
+        return None
+    return table if table.fingerprint == expected else None
+
+
+def _kept_path(config: DflopConfig) -> Path:
+    return Path(config.train.output_dir) / "profile.json"
+
+
+def _cpu_name() -> str:
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{name} x {os.environ.get('OMP_NUM_THREADS', torch.get_num_threads())} threads"

@@ -1,0 +1,133 @@
+"""The data loader: microbatches of this replica, in the order of the plan."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from torch.utils.data import DataLoader, Dataset
+
+from dflop_ds.data.layout import bin_tag
+from dflop_ds.errors import PlanError
+from dflop_ds.runtime.feed import PlanFeed
+
+logger = logging.getLogger(__name__)
+
+Microbatch = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+
+_MAX_PREFETCH = 4
+
+
+class DflopDataLoader(DeepSpeedDataLoader):
+    """Loads the samples that the plan gives to this rank, and no others.
+
+    Each item is ``((pixels, layout), (targets, weights, tag))`` as ``PackedCollator`` makes it,
+    with the weights scaled so that DeepSpeed's mean over bins is the mean over the global batch.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        Already without pixels where this rank needs labels only.
+    feed : PlanFeed
+    collate_fn : callable
+    num_microbatches : int
+        Microbatches of a full step, to bound how far workers may load ahead.
+    num_workers : int
+    pin_memory : bool
+    steps_per_epoch : int
+    tput_timer : object
+        DeepSpeed's throughput timer.
+    local_rank : int
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        feed: PlanFeed,
+        collate_fn: Callable[[list[Any]], Microbatch],
+        num_microbatches: int,
+        num_workers: int,
+        pin_memory: bool,
+        steps_per_epoch: int,
+        tput_timer: Any,
+        local_rank: int,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size=1,
+            pin_memory=pin_memory,
+            local_rank=local_rank,
+            tput_timer=tput_timer,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_workers,
+            data_sampler=range(steps_per_epoch * num_microbatches),
+        )
+        self.feed = feed
+        self.current_tag: int | None = None
+        self._expected: collections.deque[tuple[int, float]] = collections.deque()
+        self._prefetch = _prefetch_factor(num_workers, feed.lookahead * num_microbatches)
+
+    def expect(self, bins: tuple[tuple[int, ...], ...], loss_scale: float) -> None:
+        """Announce the bins of the step that is about to run, and the factor of its losses."""
+        self._expected.extend((bin_tag(members), loss_scale) for members in bins)
+
+    def __next__(self) -> Microbatch:
+        inputs, (targets, weights, tag) = super().__next__()
+        if not self._expected:
+            raise PlanError(
+                "more microbatches were loaded than the step has; call engine.train_batch() to train."
+            )
+        expected, loss_scale = self._expected.popleft()
+        self.current_tag = int(tag.item())
+        if self.current_tag != expected:
+            raise PlanError(
+                f"the samples of a microbatch must have tag {expected} as planned, found {self.current_tag}; "
+                "the data set must return sample i for index i on every rank."
+            )
+        return inputs, (targets, weights * loss_scale, tag)
+
+    def _create_dataloader(self) -> DataLoader[Any]:
+        workers = self.num_local_io_workers
+        self.dataloader = DataLoader(
+            self.dataset,
+            batch_sampler=_Drawn(self.feed),
+            collate_fn=self.collate_fn,
+            num_workers=workers,
+            prefetch_factor=self._prefetch if workers else None,
+            pin_memory=self.pin_memory,
+        )
+        self.data = iter(self.dataloader)
+        return self.dataloader
+
+
+class _Drawn:
+    """The feed's bins as a batch sampler."""
+
+    def __init__(self, feed: PlanFeed) -> None:
+        self.feed = feed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.feed.bins()
+
+
+def _prefetch_factor(num_workers: int, num_planned: int) -> int:
+    """Batches per worker such that workers never run ahead of what is planned.
+
+    Raises
+    ------
+    PlanError
+        If even one batch per worker is too many.
+    """
+    if num_workers == 0:
+        return 0
+    if num_workers > num_planned:
+        raise PlanError(
+            f"dflop.data.num_workers must not exceed lookahead x microbatches = {num_planned}, "
+            f"found {num_workers}; lower num_workers or raise dflop.scheduler.lookahead."
+        )
+    return min(_MAX_PREFETCH, num_planned // num_workers)

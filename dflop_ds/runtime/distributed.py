@@ -1,0 +1,107 @@
+"""Small collectives on bytes, without pickle, and errors that reach every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from dflop_ds import errors
+from dflop_ds.errors import DflopError
+
+_OK, _FAILED = b"+", b"-"
+
+
+def device() -> torch.device:
+    """Device of this rank, on which its collectives run."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def broadcast_bytes(payload: bytes | None, src: int = 0) -> bytes:
+    """Send bytes from one rank to all.
+
+    Parameters
+    ----------
+    payload : bytes or None
+        Ignored except on ``src``.
+    """
+    if dist.get_world_size() == 1:
+        return payload or b""
+    here = dist.get_rank() == src
+    size = torch.tensor([len(payload or b"") if here else 0], dtype=torch.int64, device=device())
+    dist.broadcast(size, src=src)
+    data = torch.empty(int(size.item()), dtype=torch.uint8, device=device())
+    if here and payload:
+        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    if data.numel():
+        dist.broadcast(data, src=src)
+    return data.cpu().numpy().tobytes()
+
+
+def on_first_rank(produce: Callable[[], bytes]) -> bytes:
+    """Run ``produce`` on rank 0 only and give its result to all ranks.
+
+    Raises
+    ------
+    DflopError
+        On *every* rank, with rank 0's message, if ``produce`` fails on rank 0.
+    """
+    message: bytes | None = None
+    if dist.get_rank() == 0:
+        try:
+            message = _OK + produce()
+        except DflopError as error:
+            message = _FAILED + _describe(error)
+        except Exception as error:  # every rank must learn of it before it waits in a collective
+            message = _FAILED + _describe(DflopError(f"{type(error).__name__}: {error}"))
+    message = broadcast_bytes(message)
+    if message[:1] == _FAILED:
+        raise _revive(message[1:], "rank 0")
+    return message[1:]
+
+
+def together(check: Callable[[], Any]) -> Any:
+    """Run a check on every rank; if it fails anywhere, fail everywhere.
+
+    Returns
+    -------
+    object
+        What ``check`` returned on this rank.
+
+    Raises
+    ------
+    DflopError
+        This rank's own error, or that of the lowest failing rank.
+    """
+    own: DflopError | None = None
+    result: Any = None
+    try:
+        result = check()
+    except DflopError as error:
+        own = error
+    except Exception as error:  # every rank must learn of it before it waits in a collective
+        own = DflopError(f"{type(error).__name__}: {error}")
+    world_size = dist.get_world_size()
+    failed = torch.full(
+        (1,), world_size if own is None else dist.get_rank(), dtype=torch.int64, device=device()
+    )
+    dist.all_reduce(failed, op=dist.ReduceOp.MIN)
+    first = int(failed.item())
+    if first == world_size:
+        return result
+    description = broadcast_bytes(_describe(own) if own is not None else None, src=first)
+    raise own if own is not None else _revive(description, f"rank {first}")
+
+
+def _describe(error: DflopError) -> bytes:
+    return json.dumps({"type": type(error).__name__, "message": str(error)}).encode()
+
+
+def _revive(description: bytes, where: str) -> DflopError:
+    outcome = json.loads(description)
+    kind = getattr(errors, outcome["type"], DflopError)
+    return kind(f"[{where}] {outcome['message']}")

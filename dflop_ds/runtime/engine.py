@@ -1,0 +1,183 @@
+"""DeepSpeed's pipeline engine, run by data-aware plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.data import Dataset
+
+from dflop_ds.config import DflopConfig
+from dflop_ds.data.layout import PackedLayout
+from dflop_ds.errors import ConfigError, PlanError
+from dflop_ds.runtime import compat
+from dflop_ds.runtime.dataloader import DflopDataLoader
+from dflop_ds.runtime.evaluation import evaluate
+from dflop_ds.runtime.feed import PlanFeed
+from dflop_ds.runtime.telemetry import Telemetry
+from dflop_ds.scheduling.planner import StepPlanner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPlan:
+    """What the engine needs to draw data-aware batches.
+
+    Attributes
+    ----------
+    config : DflopConfig
+    planner : StepPlanner
+        The same on every rank; rank 0 alone solves with it.
+    """
+
+    config: DflopConfig
+    planner: StepPlanner
+
+
+class DflopPipelineEngine(PipelineEngine):
+    """A ``PipelineEngine`` whose microbatches follow a plan.
+
+    The way of one step: :meth:`train_batch` takes the step's plan from the feed (the same on
+    every rank), sets the number of microbatches, tells the loader what to expect, and lets
+    DeepSpeed run its 1F1B instruction stream. Four instructions are overridden: loading (keeps
+    the tag of the samples), the forward pass (the last stage checks that the activations it got
+    belong to the labels it loaded), the backward pass (one autograd call per microbatch) and the
+    reduction (parameters that had nothing to do take part with a zero gradient).
+
+    Parameters
+    ----------
+    data_plan : DataPlan, optional
+        ``None`` when no training data was given to ``initialize``.
+    """
+
+    def __init__(self, *args: Any, data_plan: DataPlan | None = None, **kwargs: Any) -> None:
+        self.data_plan = data_plan
+        self.feed: PlanFeed | None = None
+        self._loader: DflopDataLoader | None = None
+        self._label_tags: dict[int, torch.Tensor] = {}
+        super().__init__(*args, **kwargs)
+        self.telemetry = Telemetry.attach(self) if self._wants_telemetry() else None
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """Run one optimizer step; same contract as DeepSpeed's ``train_batch``.
+
+        Parameters
+        ----------
+        data_iter : iterator, optional
+            Microbatches of your own, in your own order; the planner is then not consulted.
+
+        Returns
+        -------
+        Tensor
+            Mean loss over the supervised tokens (or samples) of the global batch.
+        """
+        if data_iter is not None or self.feed is None:
+            return self._timed_step(data_iter)
+        plan = self.feed.next_step()
+        compat.set_num_microbatches(self, plan.num_microbatches)
+        if self._loader is not None:
+            self._loader.expect(plan.replica_bins(self.feed.replica), plan.loss_scale)
+        return self._timed_step(None)
+
+    def evaluate(self, dataset: Dataset[Any], max_batches: int | None = None) -> float:
+        """Mean loss over a data set; may be called between training steps.
+
+        Parameters
+        ----------
+        dataset : Dataset
+            With shapes, as for training; all ranks must pass the same one.
+        max_batches : int, optional
+            Global batches to evaluate; all by default.
+        """
+        return evaluate(self, dataset, max_batches=max_batches)
+
+    def destroy(self) -> None:
+        """Stop the planner and release DeepSpeed's resources."""
+        if self.feed is not None:
+            self.feed.close()
+        super().destroy()
+
+    def _wants_telemetry(self) -> bool:
+        return self.data_plan is not None and self.data_plan.config.telemetry.enabled
+
+    def _timed_step(self, data_iter: Any) -> torch.Tensor:
+        telemetry = self.telemetry
+        if telemetry is None:
+            return super().train_batch(data_iter)
+        with telemetry.step():
+            return super().train_batch(data_iter)
+
+    def _build_data_iter(self, dataset: Dataset[Any]) -> None:
+        if self.data_plan is None:
+            super()._build_data_iter(dataset)
+            return
+        config, planner = self.data_plan.config, self.data_plan.planner
+        if self.collate_fn is None:
+            raise ConfigError(
+                "collate_fn must be given with training_data; pass a PackedCollator to initialize()."
+            )
+        replica = self.grid.get_data_parallel_rank()
+        self.feed = PlanFeed(
+            planner,
+            lookahead=config.scheduler.lookahead,
+            deadline_s=config.scheduler.deadline_s,
+            replica=replica,
+        )
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return
+        without_pixels = getattr(dataset, "without_pixels", None)
+        self._loader = DflopDataLoader(
+            dataset if self.is_first_stage() or without_pixels is None else without_pixels(),
+            feed=self.feed,
+            collate_fn=self.collate_fn,
+            num_microbatches=self.micro_batches,
+            num_workers=config.data.num_workers,
+            pin_memory=self.device.type == "cuda",
+            steps_per_epoch=planner.order.steps_per_epoch,
+            tput_timer=self.tput_timer,
+            local_rank=self.local_rank,
+        )
+        self.set_dataloader(self._loader)
+
+    def _exec_load_micro_batch(self, buffer_id: int) -> None:
+        super()._exec_load_micro_batch(buffer_id)
+        if self.is_last_stage():
+            self._label_tags[buffer_id] = self.pipe_buffers["labels"][buffer_id][-1]
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        if self.is_last_stage() and not self.is_first_stage():
+            self._check_tag(buffer_id)
+        super()._exec_forward_pass(buffer_id)
+
+    def _check_tag(self, buffer_id: int) -> None:
+        layout = PackedLayout.decode(self.pipe_buffers["inputs"][buffer_id][-1])
+        loaded = int(self._label_tags[buffer_id].item())
+        if layout.tag != loaded:
+            raise PlanError(
+                f"the last stage must label the samples that the first stage sent (tag {layout.tag}), "
+                f"found labels with tag {loaded} on rank {self.global_rank}; both stages must draw "
+                f"from the same plan."
+            )
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self.is_last_stage() or self.is_pipe_partitioned:
+            super()._exec_backward_pass(buffer_id)
+            return
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        floats = [t for t in outputs if t.is_floating_point()] if isinstance(outputs, tuple) else [outputs]
+        pairs = zip(floats, compat.received_gradients(self), strict=True)
+        wanted = [(out, grad) for out, grad in pairs if out.requires_grad]
+        if wanted:
+            compat.backward_once(self, [out for out, _ in wanted], [grad for _, grad in wanted])
+        compat.release_outputs(self, buffer_id)
+
+    def _exec_reduce_grads(self) -> None:
+        compat.fill_missing_gradients(self)
+        super()._exec_reduce_grads()
+
+
+DflopPipelineEngine._INSTRUCTION_MAP = compat.overridden_instructions(DflopPipelineEngine)

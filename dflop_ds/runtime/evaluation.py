@@ -1,0 +1,68 @@
+"""Mean loss over a data set through the pipeline, between training steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.data import DataLoader, Dataset
+
+from dflop_ds.errors import ConfigError
+from dflop_ds.scheduling.order import EpochOrder
+from dflop_ds.scheduling.plan import StepPlan
+from dflop_ds.scheduling.planner import StepPlanner
+
+
+def evaluate(engine: PipelineEngine, dataset: Dataset[Any], *, max_batches: int | None = None) -> float:
+    """Mean loss over the supervised tokens (or samples) of a probed data set.
+
+    Every rank derives the same data-blind plans from the shapes, so nothing is communicated
+    beside the activations. The number of microbatches may differ from training.
+
+    Parameters
+    ----------
+    engine : DflopPipelineEngine
+    dataset : Dataset
+        With ``table`` and ``rows`` as :class:`~dflop_ds.data.probed.ProbedDataset` has them.
+    max_batches : int, optional
+
+    Raises
+    ------
+    ConfigError
+        If the engine has no training data to take its settings from.
+    """
+    if engine.data_plan is None:
+        raise ConfigError("evaluate() needs an engine with training_data; pass it to initialize().")
+    planner = _blind_planner(engine.data_plan.planner, dataset)
+    num_batches = planner.order.steps_per_epoch
+    if max_batches is not None:
+        num_batches = min(num_batches, max_batches)
+    replica = engine.grid.get_data_parallel_rank()
+    view = dataset if engine.is_first_stage() else dataset.without_pixels()
+    total, num_terms = 0.0, 0
+    for step in range(num_batches):
+        plan = planner.plan(step).plan
+        batches = _microbatches(plan, replica, view, engine.collate_fn)
+        loss = engine.eval_batch(batches, num_micro_batches=plan.num_microbatches)
+        total += float(loss) * plan.num_terms
+        num_terms += plan.num_terms
+    return total / max(1, num_terms)
+
+
+def _blind_planner(planner: StepPlanner, dataset: Any) -> StepPlanner:
+    order = EpochOrder(len(dataset.rows), planner.order.batch_size, seed=0, shuffle=False, tail="partial")
+    return dataclasses.replace(
+        planner, table=dataset.table, rows=dataset.rows, order=order, costs=None, policy="blind"
+    )
+
+
+def _microbatches(
+    plan: StepPlan, replica: int, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]
+) -> Iterator[Any]:
+    bins = plan.replica_bins(replica)
+    loader = DataLoader(dataset, batch_sampler=[list(members) for members in bins], collate_fn=collate_fn)
+    for inputs, (targets, weights, tag) in itertools.islice(loader, len(bins)):
+        yield inputs, (targets, weights * plan.loss_scale, tag)

@@ -1,0 +1,134 @@
+"""Plans for every rank: made ahead of time on rank 0, broadcast, checked, queued."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from deepspeed import comm as dist
+
+from dflop_ds.errors import DflopError, PlanError
+from dflop_ds.runtime import distributed
+from dflop_ds.scheduling.plan import StepPlan
+from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
+from dflop_ds.scheduling.service import PlanService
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class FeedStats:
+    """What planning cost this rank.
+
+    Attributes
+    ----------
+    num_steps : int
+        Steps handed to the engine.
+    exposed_s : float
+        Seconds for which training waited for a plan or its broadcast.
+    """
+
+    num_steps: int = 0
+    exposed_s: float = 0.0
+
+
+class PlanFeed:
+    """Hands out one plan per optimizer step, the same on every rank.
+
+    Every rank must call :meth:`next_step` once per step: each call broadcasts the plan that lies
+    ``lookahead`` steps ahead, so that data workers can load its samples in time.
+
+    Parameters
+    ----------
+    planner : StepPlanner or None
+        Needed on rank 0 only.
+    lookahead : int
+        Steps between the broadcast of a plan and its use.
+    deadline_s : float
+        How long rank 0 waits for its solver before it falls back to LPT.
+    replica : int
+        Data-parallel replica of this rank.
+    """
+
+    def __init__(
+        self, planner: StepPlanner | None, *, lookahead: int, deadline_s: float, replica: int
+    ) -> None:
+        self.lookahead = lookahead
+        self.replica = replica
+        self.stats = FeedStats()
+        self.history: dict[int, PlannedStep] = {}
+        self._service: PlanService[PlannedStep] | None = None
+        if planner is not None and dist.get_rank() == 0:
+            self._service = PlanService(
+                planner.plan, planner.fallback, lookahead=lookahead + 1, deadline_s=deadline_s
+            )
+        self._next_broadcast = 0
+        self._plans: collections.deque[StepPlan] = collections.deque()
+        self._bins: collections.deque[tuple[int, ...]] = collections.deque()
+        for _ in range(lookahead + 1):
+            self._receive()
+
+    def next_step(self) -> StepPlan:
+        """Plan of the next optimizer step; a collective call."""
+        start_s = time.perf_counter()
+        plan = self._plans.popleft()
+        self._receive()
+        self.stats.num_steps += 1
+        self.stats.exposed_s += time.perf_counter() - start_s
+        return plan
+
+    def bins(self) -> Iterator[list[int]]:
+        """Data set indices of this replica's microbatches, without end.
+
+        Raises
+        ------
+        PlanError
+            If more microbatches are drawn than have been planned.
+        """
+        while True:
+            if not self._bins:
+                raise PlanError(
+                    "a microbatch was drawn before its step was planned; call engine.train_batch() once per "
+                    "step on every rank, or raise dflop.scheduler.lookahead above the data workers' prefetch."
+                )
+            yield list(self._bins.popleft())
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Plans made by LPT because the solver was late or failed (rank 0)."""
+        return 0 if self._service is None else self._service.stats.num_fallbacks
+
+    @property
+    def background_s(self) -> float:
+        """Seconds that rank 0 planned beside training."""
+        return 0.0 if self._service is None else self._service.stats.total_background_s
+
+    def close(self) -> None:
+        """Stop planning; harmless when called again."""
+        if self._service is not None:
+            self._service.close()
+
+    def _receive(self) -> None:
+        step = self._next_broadcast
+        message = distributed.on_first_rank(lambda: self._make(step))
+        plan = StepPlan.decode(np.frombuffer(message, dtype=np.int64))
+        if plan.step != step:
+            raise PlanError(
+                f"the next plan must be for step {step}, found step {plan.step}; ranks are out of step."
+            )
+        self._next_broadcast += 1
+        self._plans.append(plan)
+        self._bins.extend(plan.replica_bins(self.replica))
+
+    def _make(self, step: int) -> bytes:
+        if self._service is None:
+            raise DflopError("rank 0 must own the planner; pass training_data on every rank.")
+        result = self._service.get(step)
+        if result.fallback_reason is not None:
+            logger.warning("step %d is planned by LPT: %s", step, result.fallback_reason)
+        self.history[step] = result.value
+        return result.value.plan.encode().tobytes()

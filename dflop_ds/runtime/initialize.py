@@ -1,0 +1,212 @@
+"""``dflop_ds.initialize``: the signature and return value of ``deepspeed.initialize``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.pipe import PipelineModule
+
+from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, validate_for_pipeline
+from dflop_ds.cost.model import CostModel, SampleCosts
+from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.errors import ConfigError
+from dflop_ds.runtime import compat, distributed
+from dflop_ds.runtime.engine import DataPlan, DflopPipelineEngine
+from dflop_ds.runtime.versions import require_supported_deepspeed
+from dflop_ds.scheduling.order import EpochOrder
+from dflop_ds.scheduling.planner import StepPlanner
+
+logger = logging.getLogger(__name__)
+
+Initialized = tuple[Any, Any, Any, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> Initialized:
+    """Build an engine that trains on data-aware microbatches.
+
+    Parameters are those of ``deepspeed.initialize``. With ``"dflop": {"enabled": false}``, or
+    without the block, the call is passed on to DeepSpeed unchanged.
+
+    Parameters
+    ----------
+    model : PipelineModule
+        A :class:`~dflop_ds.runtime.module.DflopPipelineModule`, e.g. of
+        :func:`~dflop_ds.runtime.setup.prepare`.
+    training_data : ProbedDataset
+        Samples with their shapes.
+    collate_fn : callable
+        A :class:`~dflop_ds.data.collate.PackedCollator`.
+    config : str or dict
+        DeepSpeed configuration with a ``"dflop"`` block.
+
+    Returns
+    -------
+    tuple
+        ``engine, optimizer, training_dataloader, lr_scheduler``.
+
+    Raises
+    ------
+    UnsupportedVersionError
+        If the installed DeepSpeed is outside the supported range.
+    ConfigError
+        On every rank, before any training collective.
+    """
+    require_supported_deepspeed()
+    source = _config_source(args, config, config_params)
+    ds_config = load_ds_config(source)
+    dflop = parse_dflop(ds_config)
+    passed_on = {
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "lr_scheduler": lr_scheduler,
+        "collate_fn": collate_fn,
+        "dist_init_required": dist_init_required,
+    }
+    if not dflop.enabled:
+        return deepspeed.initialize(
+            args=None if config is None and config_params is None else args,
+            model=model,
+            training_data=training_data,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            config=ds_config,
+            mesh_param=mesh_param,
+            **passed_on,
+        )
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    distributed.together(lambda: _check(ds_config, model, training_data, collate_fn, mpu))
+    data_plan = None
+    if training_data is not None:
+        data_plan = distributed.together(lambda: make_data_plan(ds_config, dflop, model, training_data))
+    engine = compat.make_engine(
+        DflopPipelineEngine,
+        ds_config,
+        args=args,
+        model=model,
+        training_data=training_data,
+        data_plan=data_plan,
+        **passed_on,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def make_data_plan(
+    ds_config: dict[str, Any], config: DflopConfig, model: Any, dataset: ProbedDataset
+) -> DataPlan:
+    """Decide batch sizes, order, costs and limits; the same on every rank."""
+    num_stages = model.num_pipeline_stages()
+    num_replicas = dist.get_world_size() // num_stages
+    sizes = BatchSizes.from_ds_config(ds_config, num_replicas)
+    order = EpochOrder(
+        num_samples=len(dataset.table),
+        batch_size=sizes.train_batch_size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        tail=config.data.tail,
+    )
+    planner = StepPlanner(
+        table=dataset.table,
+        rows=dataset.rows,
+        order=order,
+        num_replicas=num_replicas,
+        num_microbatches=sizes.num_microbatches,
+        micro_batch_size=sizes.micro_batch_size,
+        costs=_sample_costs(config, model, dataset, sizes),
+        policy=config.scheduler.policy,
+        reduction=config.loss.reduction,
+        max_tokens=config.scheduler.max_tokens_per_microbatch,
+        max_encoder_inputs=config.scheduler.max_encoder_inputs_per_microbatch,
+        reorder=config.scheduler.order,
+        deterministic_time_s=config.scheduler.deterministic_time_s,
+        seed=config.seed,
+    )
+    return DataPlan(config, planner)
+
+
+def _sample_costs(
+    config: DflopConfig, model: Any, dataset: ProbedDataset, sizes: BatchSizes
+) -> SampleCosts | None:
+    if config.scheduler.policy == "blind":
+        return None
+    if model.layer_model is None:
+        raise ConfigError(
+            f'dflop.scheduler.policy "{config.scheduler.policy}" needs predicted layer times, found '
+            f"none on the "
+            'model; build it with dflop_ds.prepare(), set model.layer_model, or use the policy "blind".'
+        )
+    cost_model = CostModel(model.layer_model, model.stage_kinds())
+    return cost_model.sample_costs(dataset.table, samples_per_bin=sizes.micro_batch_size)
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    found = [
+        value
+        for value in (config, config_params, getattr(args, "deepspeed_config", None))
+        if value is not None
+    ]
+    if len(found) != 1:
+        raise ConfigError(
+            "exactly one of config, config_params and args.deepspeed_config must be given, "
+            f"found {len(found)}; pass the DeepSpeed configuration once."
+        )
+    return found[0]
+
+
+def _check(ds_config: dict[str, Any], model: Any, training_data: Any, collate_fn: Any, mpu: Any) -> None:
+    """What must hold on every rank before the engine is built."""
+    validate_for_pipeline(ds_config)
+    if mpu is not None:
+        raise ConfigError(
+            "mpu must be None with a pipeline module, found one; the module brings its own grid."
+        )
+    if not isinstance(model, PipelineModule) or not hasattr(model, "stage_kinds"):
+        raise ConfigError(
+            f"model must be a DflopPipelineModule, found {type(model).__name__}; build it with "
+            f"dflop_ds.prepare(), "
+            'or set "dflop": {"enabled": false}.'
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"every pipeline stage must have something to train, stage {model.stage_id} has no "
+            f"trainable parameter; "
+            "choose another dflop.parallel.split."
+        )
+    if training_data is None:
+        return
+    if not isinstance(training_data, ProbedDataset):
+        raise ConfigError(
+            f"training_data must be a ProbedDataset, found {type(training_data).__name__}; "
+            "wrap your data set with its shapes: ProbedDataset(dataset, table)."
+        )
+    if collate_fn is None:
+        raise ConfigError("collate_fn must be given with training_data, found None; pass a PackedCollator.")
+    if not np.array_equal(np.unique(training_data.rows), np.sort(training_data.rows)):
+        raise ConfigError(
+            "every sample must occur once in the training data, found repeated rows; drop the repeats."
+        )

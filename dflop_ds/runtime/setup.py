@@ -1,0 +1,232 @@
+"""From a configuration to everything that training needs: data, shapes, costs, stages, model."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from deepspeed import comm as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from transformers import AutoConfig
+
+from dflop_ds.config import BatchSizes, DflopConfig
+from dflop_ds.cost.model import LayerCostModel
+from dflop_ds.data.collate import PackedCollator
+from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
+from dflop_ds.data.probe import probe
+from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.errors import ConfigError
+from dflop_ds.flops import ModelDims
+from dflop_ds.models.attention import resolve_backend
+from dflop_ds.models.layers import LayerPlan
+from dflop_ds.models.llava_onevision import pipeline_layers
+from dflop_ds.models.weights import Checkpoint, load_layers
+from dflop_ds.runtime import costs, distributed
+from dflop_ds.runtime.module import DflopPipelineModule
+from dflop_ds.shapes import ShapeTable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What :func:`prepare` made of a configuration.
+
+    Attributes
+    ----------
+    model : DflopPipelineModule
+        The local stage only.
+    dataset : ProbedDataset
+    eval_dataset : ProbedDataset or None
+    collate_fn : PackedCollator
+    """
+
+    model: DflopPipelineModule
+    dataset: ProbedDataset
+    eval_dataset: ProbedDataset | None
+    collate_fn: PackedCollator
+
+
+def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
+    """Read the data, predict times, cut the model into stages, build the local one.
+
+    A collective call: rank 0 reads media headers and times layers, the others get the result.
+    Every error is raised on all ranks.
+
+    Parameters
+    ----------
+    ds_config : dict
+        The whole DeepSpeed configuration.
+    config : DflopConfig
+        Its ``"dflop"`` block.
+    """
+    distributed.together(config.require_training_inputs)
+    num_stages = distributed.together(lambda: resolve_stages(config, dist.get_world_size()))
+    num_replicas = dist.get_world_size() // num_stages
+    sizes = distributed.together(lambda: BatchSizes.from_ds_config(ds_config, num_replicas))
+    model_config = distributed.together(lambda: read_model_config(config))
+    dataset = open_probed(config, model_config, config.data.train_path, config.data.shape_cache)
+    eval_dataset = None
+    if config.data.eval_path is not None:
+        eval_dataset = open_probed(config, model_config, config.data.eval_path, None)
+    collate_fn = make_collator(dataset.dataset, config)
+    plans = distributed.together(lambda: layer_plans(ds_config, config, model_config))
+    layer_model = boundaries = None
+    if config.enabled:
+        layer_model = _cost_model(ds_config, config, model_config, plans, dataset, collate_fn, sizes)
+        boundaries = distributed.together(
+            lambda: costs.stage_boundaries(
+                config, [p.kind for p in plans], num_stages, layer_model, dataset, sizes.micro_batch_size
+            )
+        )
+    model = build_module(config, plans, num_stages, boundaries)
+    model.layer_model = layer_model
+    return Setup(model, dataset, eval_dataset, collate_fn)
+
+
+def resolve_stages(config: DflopConfig, world_size: int) -> int:
+    """Number of pipeline stages of ``world_size`` ranks."""
+    stages = config.parallel.pipeline_stages
+    if stages == "auto":
+        if world_size > 2:
+            raise ConfigError(
+                f'dflop.parallel.pipeline_stages must be a number for more than 2 ranks, found "auto" '
+                f"for {world_size}; set it to a divisor of {world_size}."
+            )
+        return world_size
+    if world_size % stages:
+        raise ConfigError(
+            f"the number of ranks must be a multiple of dflop.parallel.pipeline_stages, found "
+            f"{world_size} ranks "
+            f"for {stages} stages; change one of them."
+        )
+    return int(stages)
+
+
+def read_model_config(config: DflopConfig) -> Any:
+    """``transformers`` configuration of the model directory."""
+    try:
+        return AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"dflop.model.path must be a local Hugging Face directory, found {config.model.path}: {error}. "
+            "Set it to a directory with config.json (`dflop-ds demo-data` makes a tiny one)."
+        ) from error
+
+
+def open_probed(
+    config: DflopConfig, model_config: Any, records_path: str | None, shape_cache: str | None
+) -> ProbedDataset:
+    """Open a data set on every rank; its shapes are read by rank 0 and sent to all."""
+    dataset = distributed.together(lambda: _open(config, records_path))
+    limits = (config.data.max_tokens, _number(config.scheduler.max_tokens_per_microbatch))
+    longest = int(model_config.text_config.max_position_embeddings)
+
+    def scan() -> bytes:
+        found = probe(
+            dataset,
+            max_tokens=min([longest, *(limit for limit in limits if limit is not None)]),
+            max_encoder_inputs=_number(config.scheduler.max_encoder_inputs_per_microbatch),
+            broken=config.data.broken,
+            oversized=config.data.oversized,
+            scan=config.data.scan,
+            processes=config.data.scan_processes,
+            cache=shape_cache,
+        )
+        buffer = io.BytesIO()
+        np.save(buffer, found.rows, allow_pickle=False)
+        found.table.write(buffer)
+        return buffer.getvalue()
+
+    buffer = io.BytesIO(distributed.on_first_rank(scan))
+    rows = np.load(buffer, allow_pickle=False)
+    return ProbedDataset(dataset, ShapeTable.read(io.BytesIO(buffer.read())), rows)
+
+
+def make_collator(dataset: LlavaDataset, config: DflopConfig) -> PackedCollator:
+    """Collator of packed microbatches; with dflop disabled, of DeepSpeed's per-microbatch mean."""
+    pad = dataset.tokenizer.pad_token_id
+    return PackedCollator(
+        dataset.tokenizer.eos_token_id if pad is None else pad,
+        tile_px=dataset.rule.tile_px,
+        reduction=config.loss.reduction,
+        normalise="none" if config.enabled else "microbatch",
+    )
+
+
+def layer_plans(ds_config: dict[str, Any], config: DflopConfig, model_config: Any) -> list[LayerPlan]:
+    """Plans of the model's pipeline layers."""
+    attention = resolve_backend(config.model.attention, distributed.device(), costs.compute_dtype(ds_config))
+    return pipeline_layers(model_config, attention=attention, seed=config.seed)
+
+
+def build_module(
+    config: DflopConfig, plans: list[LayerPlan], num_stages: int, boundaries: list[int] | None
+) -> DflopPipelineModule:
+    """Build the local stage and load its weights."""
+    split = config.parallel.split
+    checkpointed = config.parallel.activation_checkpointing
+    model = DflopPipelineModule(
+        plans,
+        num_stages=num_stages,
+        boundaries=boundaries,
+        partition_method=split if split in ("parameters", "uniform") else "parameters",
+        activation_checkpoint_interval=1 if checkpointed else 0,
+        activation_checkpoint_func=checkpointing.non_reentrant_checkpoint,
+    )
+    directory = Path(config.model.path or "")
+    pretrained = config.model.weights == "pretrained" or (
+        config.model.weights == "auto" and Checkpoint.exists(directory)
+    )
+    if pretrained:
+        distributed.together(lambda: load_layers(model.local_layers(), Checkpoint(directory)))
+    return model
+
+
+def _open(config: DflopConfig, records_path: str | None) -> LlavaDataset:
+    path = Path(records_path or "")
+    return from_pretrained_dir(
+        config.model.path or "",
+        path,
+        media_root=config.data.media_root or path.parent,
+        max_frames=config.data.max_frames,
+        frames_per_second=config.data.frames_per_second,
+    )
+
+
+def _cost_model(
+    ds_config: dict[str, Any],
+    config: DflopConfig,
+    model_config: Any,
+    plans: list[LayerPlan],
+    dataset: ProbedDataset,
+    collate_fn: PackedCollator,
+    sizes: BatchSizes,
+) -> LayerCostModel | None:
+    if config.scheduler.policy == "blind" and config.parallel.split != "auto":
+        return None
+    content = json.loads(model_config.to_json_string(use_diff=False))
+    expected = costs.fingerprint(ds_config, config, content)
+    return costs.layer_cost_model(
+        lambda: costs.measure_profile(
+            dataset,
+            plans,
+            collate_fn,
+            expected,
+            config=config,
+            dtype=costs.compute_dtype(ds_config),
+            samples_per_bin=sizes.micro_batch_size,
+        ),
+        expected,
+        config=config,
+        dims=ModelDims.from_hf_config(content),
+    )
+
+
+def _number(limit: Any) -> int | None:
+    return limit if isinstance(limit, int) else None

@@ -1,0 +1,103 @@
+"""The launcher's entry point: ``deepspeed --module dflop_ds.train --deepspeed_config FILE``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from dflop_ds.config import DflopConfig, load_ds_config, parse_dflop
+from dflop_ds.errors import DflopError
+from dflop_ds.runtime.initialize import initialize
+from dflop_ds.runtime.report import write_reports
+from dflop_ds.runtime.setup import Setup, prepare
+from dflop_ds.runtime.versions import require_supported_deepspeed
+
+logger = logging.getLogger("dflop_ds.train")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the configuration says; the exit code is 0 on success, 2 on a stated error."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    deepspeed.add_config_arguments(parser)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        train(args)
+    except DflopError as error:
+        rank = dist.get_rank() if dist.is_initialized() else args.local_rank
+        logger.error("rank %d: %s", rank, error)
+        return 2
+    return 0
+
+
+def train(args: argparse.Namespace) -> None:
+    """Prepare, train, report."""
+    require_supported_deepspeed()
+    ds_config = load_ds_config(args.deepspeed_config or "")
+    config = parse_dflop(ds_config)
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    setup = prepare(ds_config, config)
+    engine, _, _, _ = initialize(
+        model=setup.model,
+        model_parameters=[p for p in setup.model.parameters() if p.requires_grad],
+        training_data=setup.dataset,
+        collate_fn=setup.collate_fn,
+        config=ds_config,
+    )
+    try:
+        run_steps(engine, setup, config)
+        write_reports(engine, config)
+    finally:
+        engine.destroy()
+
+
+def run_steps(engine: Any, setup: Setup, config: DflopConfig) -> None:
+    """The training loop."""
+    num_steps = total_steps(config, len(setup.dataset.table), engine.train_batch_size())
+    for step in range(1, num_steps + 1):
+        start_s = time.perf_counter()
+        loss = engine.train_batch()
+        if dist.get_rank() == 0 and step % config.train.log_every == 0:
+            logger.info(
+                "step %d/%d loss %.4f time %.3f s",
+                step,
+                num_steps,
+                float(loss),
+                time.perf_counter() - start_s,
+            )
+        if due(config.train.eval_every, step) and setup.eval_dataset is not None and config.enabled:
+            eval_loss = engine.evaluate(setup.eval_dataset)
+            if dist.get_rank() == 0:
+                logger.info("step %d/%d eval loss %.4f", step, num_steps, eval_loss)
+        if due(config.train.save_every, step):
+            engine.save_checkpoint(str(Path(config.train.output_dir) / "checkpoints"))
+
+
+def due(every: int | None, step: int) -> bool:
+    """Whether something that happens every so many steps happens now."""
+    return every is not None and step % every == 0
+
+
+def total_steps(config: DflopConfig, num_samples: int, batch_size: int) -> int:
+    """Optimizer steps to train."""
+    if config.train.num_steps is not None:
+        return config.train.num_steps
+    per_epoch = (
+        num_samples // batch_size if config.data.tail == "drop" else math.ceil(num_samples / batch_size)
+    )
+    return math.ceil((config.train.num_epochs or 0) * per_epoch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
