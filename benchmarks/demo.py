@@ -1,7 +1,8 @@
 """The demo: the same global batches trained by stock DeepSpeed and data-aware, on 2 CPU ranks.
 
-Four runs of one small LLaVA-OneVision model on real photographs and clips, each started by the
-``deepspeed`` launcher:
+One small LLaVA-OneVision model on real photographs and clips is trained four ways by the same two
+ranks, which the ``deepspeed`` launcher starts. The four take turns step by step, so that each
+global batch is timed under the same conditions:
 
 - ``padded``: stock engine, microbatches padded to their longest sample, DeepSpeed's split by parameters;
 - ``blind``: stock engine, packed microbatches in data-blind order, the same split;
@@ -33,16 +34,17 @@ from dflop_ds.data.demo import build_demo
 
 SCHEMA_VERSION = 1
 WARMUP_STEPS = 2
-RUN_TIMEOUT_S = 600.0
+TIMEOUT_S = 900.0
 CONFIG = Path("ds_configs/llava_onevision_tiny_cpu.json")
 
-# Run -> (settings of the "dflop" block, further arguments of the worker)
-RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "padded": ({"enabled": False}, ["--pad"]),
-    "blind": ({"enabled": False}, []),
-    "split": ({"scheduler": {"policy": "blind"}}, []),
-    "aware": ({}, []),
+# Run -> its settings of the "dflop" block
+RUNS: dict[str, dict[str, Any]] = {
+    "padded": {"enabled": False},
+    "blind": {"enabled": False},
+    "split": {"scheduler": {"policy": "blind"}},
+    "aware": {},
 }
+PADDED = ["padded"]
 TITLES = {
     "padded": "stock DeepSpeed, padded",
     "blind": "stock DeepSpeed, packed, data-blind",
@@ -67,8 +69,11 @@ def main() -> int:
         f"data: {args.num_samples} samples with real photographs in {demo.train_path} (seed {args.seed})",
         flush=True,
     )
-    with tqdm(total=len(RUNS) * args.num_steps, unit="step", disable=not sys.stderr.isatty()) as bar:
-        results = {label: launch(label, args, demo, bar) for label in RUNS}
+    for label in RUNS:
+        content = json.dumps(run_config(label, args, demo), indent=1)
+        (args.out / f"config_{label}.json").write_text(content)
+    launch(args)
+    results = {label: json.loads((args.out / f"{label}.json").read_text()) for label in RUNS}
     rows = {label: summarise(result) for label, result in results.items()}
     summary = compare(rows, results)
     draw_timelines(args.out / "timelines.png", results)
@@ -91,43 +96,43 @@ def main() -> int:
     return 0
 
 
-def launch(label: str, args: argparse.Namespace, demo: Any, bar: Any) -> dict[str, Any]:
-    """One run through the deepspeed launcher; returns what its rank 0 measured."""
+def launch(args: argparse.Namespace) -> None:
+    """Start the two ranks through the deepspeed launcher and wait for them."""
     out = args.out.resolve()
-    config_path = out / f"config_{label}.json"
-    config_path.write_text(json.dumps(run_config(label, args, demo), indent=1))
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
     command += ["--master_port", str(free_port()), "--module", "benchmarks.demo_worker"]
-    command += ["--config", str(config_path), "--out", str(out), "--label", label, *RUNS[label][1]]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([os.getcwd(), *_python_path()])}
-    log = out / f"{label}.log"
-    bar.set_description(label)
-    print(f"run {label}: {TITLES[label]} ...", flush=True)
+    command += ["--out", str(out), "--labels", *RUNS, "--padded", *PADDED]
+    path = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    log = out / "ranks.log"
+    print(
+        f"training {', '.join(RUNS)} in turn, {args.num_steps} steps each (log: {args.out}/ranks.log) ...",
+        flush=True,
+    )
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
         try:
-            wait(process, out / f"{label}.step0", bar, bar.n)
+            wait(process, out / "progress", args.num_steps)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
     if process.returncode != 0:
-        raise SystemExit(f"run {label} failed with code {process.returncode}:\n{log.read_text()[-4000:]}")
-    bar.update(args.num_steps - (bar.n % args.num_steps or args.num_steps))
-    return json.loads((out / f"{label}.json").read_text())
+        raise SystemExit(f"the ranks failed with code {process.returncode}:\n{log.read_text()[-4000:]}")
 
 
-def wait(process: subprocess.Popen[bytes], progress: Path, bar: Any, base: int) -> None:
-    """Wait for a run, showing how far it is."""
+def wait(process: subprocess.Popen[bytes], progress: Path, num_steps: int) -> None:
+    """Wait for the ranks, showing how far they are."""
     progress.unlink(missing_ok=True)
-    end_s = time.monotonic() + RUN_TIMEOUT_S
-    while process.poll() is None:
-        if time.monotonic() > end_s:
-            raise SystemExit(f"a run took longer than {RUN_TIMEOUT_S:.0f} s and was ended")
-        time.sleep(0.2)
-        if progress.exists():
-            bar.update(base + int(progress.read_text() or 0) - bar.n)
+    end_s = time.monotonic() + TIMEOUT_S
+    with tqdm(total=num_steps, unit="step", disable=not sys.stderr.isatty()) as bar:
+        while process.poll() is None:
+            if time.monotonic() > end_s:
+                raise SystemExit(f"the ranks took longer than {TIMEOUT_S:.0f} s and were ended")
+            time.sleep(0.2)
+            if progress.exists():
+                bar.update(int(progress.read_text() or 0) - bar.n)
 
 
 def run_config(label: str, args: argparse.Namespace, demo: Any) -> dict[str, Any]:
@@ -137,7 +142,7 @@ def run_config(label: str, args: argparse.Namespace, demo: Any) -> dict[str, Any
     block["model"]["path"] = str(demo.model_dir)
     block["data"] |= {"train_path": str(demo.train_path), "num_workers": 0}
     block["train"] |= {"num_steps": args.num_steps, "output_dir": str(args.out.resolve() / "profile")}
-    for key, value in RUNS[label][0].items():
+    for key, value in RUNS[label].items():
         block[key] = {**block.get(key, {}), **value} if isinstance(value, dict) else value
     return config
 
@@ -158,7 +163,7 @@ def summarise(result: dict[str, Any]) -> dict[str, Any]:
         "step_times_s": result["step_times_s"],
         "stages": result["stages"],
     }
-    for key in ("exposed_planning_s", "background_planning_s", "num_fallbacks", "solvers", "ratio_to_bound"):
+    for key in ("exposed_planning_s", "background_planning_s", "num_fallbacks"):
         if key in result:
             row[key] = result[key]
     if "exposed_planning_s" in result:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 from deepspeed import comm as dist
@@ -63,25 +65,34 @@ def train(args: argparse.Namespace) -> None:
 
 
 def run_steps(engine: Any, setup: Setup, config: DflopConfig) -> None:
-    """The training loop."""
+    """The training loop; rank 0 logs and appends one line per step to ``metrics.jsonl``."""
     num_steps = total_steps(config, len(setup.dataset.table), engine.train_batch_size())
+    metrics = MetricsFile(Path(config.train.output_dir) / "metrics.jsonl")
     for step in range(1, num_steps + 1):
         start_s = time.perf_counter()
-        loss = engine.train_batch()
-        if dist.get_rank() == 0 and step % config.train.log_every == 0:
-            logger.info(
-                "step %d/%d loss %.4f time %.3f s",
-                step,
-                num_steps,
-                float(loss),
-                time.perf_counter() - start_s,
-            )
+        loss = float(engine.train_batch())
+        line = {"step": step, "loss": loss, "step_time_s": time.perf_counter() - start_s}
         if due(config.train.eval_every, step) and setup.eval_dataset is not None and config.enabled:
-            eval_loss = engine.evaluate(setup.eval_dataset)
-            if dist.get_rank() == 0:
-                logger.info("step %d/%d eval loss %.4f", step, num_steps, eval_loss)
+            line["eval_loss"] = engine.evaluate(setup.eval_dataset)
+        if dist.get_rank() == 0:
+            metrics.append(line)
+            if step % config.train.log_every == 0:
+                logger.info("%d steps: %s", num_steps, " ".join(f"{k} {v:.6g}" for k, v in line.items()))
         if due(config.train.save_every, step):
             engine.save_checkpoint(str(Path(config.train.output_dir) / "checkpoints"))
+
+
+class MetricsFile:
+    """JSON lines of what was measured, complete after every step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def due(every: int | None, step: int) -> bool:
@@ -99,5 +110,20 @@ def total_steps(config: DflopConfig, num_samples: int, batch_size: int) -> int:
     return math.ceil((config.train.num_epochs or 0) * per_epoch)
 
 
+def run() -> NoReturn:
+    """Leave the process with the exit code of :func:`main`.
+
+    After an error other ranks may be gone already, so nothing is said goodbye to: the launcher
+    ends the ranks that are left.
+    """
+    code = main()
+    if code == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -145,7 +145,9 @@ class CostConfig(_Block):
     """``dflop.cost``: where predicted times come from."""
 
     profile: NonEmptyStr = Field(
-        default="auto", description="Path of a saved profile, or auto: measure this machine at start-up."
+        default="auto",
+        description="Path of a profile saved by `dflop-ds profile model`, or auto: measure this machine at "
+        "start-up and keep the result in train.output_dir for the next start.",
     )
     profile_budget_s: float = Field(
         default=30.0, gt=0, description="Time that profiling may take, in seconds."
@@ -162,12 +164,13 @@ class SchedulerConfig(_Block):
     )
     max_tokens_per_microbatch: PositiveInt | Literal["auto"] | None = Field(
         default="auto",
-        description="Hard limit of LLM tokens in one microbatch. auto: from the memory model. null: none.",
+        description="Hard limit of LLM tokens in one microbatch. auto: twice the mean, or the largest "
+        "sample. null: none.",
     )
     max_encoder_inputs_per_microbatch: PositiveInt | Literal["auto"] | None = Field(
         default="auto",
-        description="Hard limit of tiles plus frames in one microbatch. auto: from the memory model. "
-        "null: none.",
+        description="Hard limit of tiles plus frames in one microbatch. auto: twice the mean, or the largest "
+        "sample. null: none.",
     )
     deterministic_time_s: float = Field(
         default=0.1,
@@ -196,7 +199,7 @@ class TelemetryConfig(_Block):
         default=None, description="Path of a Perfetto trace file to write. null: no trace."
     )
     trace_step: PositiveInt | None = Field(
-        default=None, description="Training step that is traced, counted from 1. null: chosen by the engine."
+        default=None, description="Training step that is traced, counted from 1. null: the last one."
     )
     plan_log: NonEmptyStr | None = Field(
         default=None, description="JSONL file that receives each step's assignment. null: none."

@@ -254,8 +254,10 @@ class LayerCostModel:
     def _predict_at(
         self, kind: str, features: MicrobatchFeatures, residual_at: FloatArray, overhead_share: float
     ) -> tuple[FloatArray, FloatArray]:
-        self._check_fitted(kind)
         works = features.work_mask(kind)
+        if not works.any():
+            return np.zeros(len(features)), np.zeros(len(features))
+        self._check_fitted(kind)
         self._warn_outside(kind, residual_at[works])
         times_s: list[FloatArray] = []
         for direction in DIRECTIONS:

@@ -29,6 +29,8 @@ _FEWEST_SHAPES = 8
 def choose_microbatches(num_rows: int, samples_per_bin: int, num_shapes: int, seed: int) -> list[list[int]]:
     """Microbatches to time: random samples in bins of one up to twice the usual size.
 
+    Samples may repeat inside a bin, so that even a data set of one sample gives several sizes.
+
     Returns
     -------
     list of list of int
@@ -38,7 +40,7 @@ def choose_microbatches(num_rows: int, samples_per_bin: int, num_shapes: int, se
     largest = max(2, 2 * samples_per_bin)
     sizes = [1 + index % largest for index in range(num_shapes)]
     sizes = [sizes[i] for i in rng.permutation(num_shapes)]
-    return [rng.choice(num_rows, size=min(size, num_rows), replace=False).tolist() for size in sizes]
+    return [rng.integers(num_rows, size=size).tolist() for size in sizes]
 
 
 def profile_layers(

@@ -111,6 +111,16 @@ def fill_missing_gradients(engine: PipelineEngine) -> None:
             setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
 
 
+def count_in_gradient_norm(module: torch.nn.Module) -> None:
+    """Let the parameters of every stage count when gradients are clipped.
+
+    In fp32 without ZeRO, DeepSpeed takes the norm over the first stage's parameters and those
+    marked ``model_parallel``. Parameters that another stage owns as well (tied) count there.
+    """
+    for parameter in module.parameters():
+        parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
+
+
 def make_engine(
     engine_class: type[PipelineEngine], ds_config: dict[str, Any], **kwargs: Any
 ) -> PipelineEngine:

@@ -14,6 +14,7 @@ from torch import nn
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.errors import ConfigError
 from dflop_ds.models.layers import LayerPlan, PipelineLayer
+from dflop_ds.runtime import compat
 from dflop_ds.runtime.loss import packed_loss
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class DflopPipelineModule(PipelineModule):
             dynamic_shape=True,
             **kwargs,
         )
+        compat.count_in_gradient_norm(self)
 
     @property
     def layer_kinds(self) -> list[str]:

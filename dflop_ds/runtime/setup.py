@@ -18,7 +18,7 @@ from dflop_ds.config import BatchSizes, DflopConfig
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.data.collate import PackedCollator
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
-from dflop_ds.data.probe import probe
+from dflop_ds.data.probe import ProbeResult, probe
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError
 from dflop_ds.flops import ModelDims
@@ -26,6 +26,7 @@ from dflop_ds.models.attention import resolve_backend
 from dflop_ds.models.layers import LayerPlan
 from dflop_ds.models.llava_onevision import pipeline_layers
 from dflop_ds.models.weights import Checkpoint, load_layers
+from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.runtime import costs, distributed
 from dflop_ds.runtime.module import DflopPipelineModule
 from dflop_ds.shapes import ShapeTable
@@ -89,6 +90,34 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
     return Setup(model, dataset, eval_dataset, collate_fn)
 
 
+def profile_model(ds_config: dict[str, Any], config: DflopConfig) -> ProfileTable:
+    """Time one layer of every kind on this device, in one process without a process group.
+
+    Parameters
+    ----------
+    ds_config, config
+        As for :func:`prepare`.
+    """
+    config.require_training_inputs()
+    model_config = read_model_config(config)
+    source = _open(config, config.data.train_path)
+    found = _scan(source, config, model_config, config.data.shape_cache)
+    dataset = ProbedDataset(source, found.table, found.rows)
+    # Where the mean microbatch is given, the number of replicas need not be known.
+    samples_per_bin = ds_config.get("train_micro_batch_size_per_gpu")
+    if samples_per_bin is None:
+        samples_per_bin = BatchSizes.from_ds_config(ds_config, data_parallel_size=1).micro_batch_size
+    return costs.measure_profile(
+        dataset,
+        layer_plans(ds_config, config, model_config),
+        make_collator(source, config),
+        costs.fingerprint(ds_config, config, _content(model_config)),
+        config=config,
+        dtype=costs.compute_dtype(ds_config),
+        samples_per_bin=samples_per_bin,
+    )
+
+
 def resolve_stages(config: DflopConfig, world_size: int) -> int:
     """Number of pipeline stages of ``world_size`` ranks."""
     stages = config.parallel.pipeline_stages
@@ -124,20 +153,9 @@ def open_probed(
 ) -> ProbedDataset:
     """Open a data set on every rank; its shapes are read by rank 0 and sent to all."""
     dataset = distributed.together(lambda: _open(config, records_path))
-    limits = (config.data.max_tokens, _number(config.scheduler.max_tokens_per_microbatch))
-    longest = int(model_config.text_config.max_position_embeddings)
 
     def scan() -> bytes:
-        found = probe(
-            dataset,
-            max_tokens=min([longest, *(limit for limit in limits if limit is not None)]),
-            max_encoder_inputs=_number(config.scheduler.max_encoder_inputs_per_microbatch),
-            broken=config.data.broken,
-            oversized=config.data.oversized,
-            scan=config.data.scan,
-            processes=config.data.scan_processes,
-            cache=shape_cache,
-        )
+        found = _scan(dataset, config, model_config, shape_cache)
         buffer = io.BytesIO()
         np.save(buffer, found.rows, allow_pickle=False)
         found.table.write(buffer)
@@ -199,6 +217,28 @@ def _open(config: DflopConfig, records_path: str | None) -> LlavaDataset:
     )
 
 
+def _scan(
+    dataset: LlavaDataset, config: DflopConfig, model_config: Any, shape_cache: str | None
+) -> ProbeResult:
+    limits = (config.data.max_tokens, _number(config.scheduler.max_tokens_per_microbatch))
+    longest = int(model_config.text_config.max_position_embeddings)
+    return probe(
+        dataset,
+        max_tokens=min([longest, *(limit for limit in limits if limit is not None)]),
+        max_encoder_inputs=_number(config.scheduler.max_encoder_inputs_per_microbatch),
+        broken=config.data.broken,
+        oversized=config.data.oversized,
+        scan=config.data.scan,
+        processes=config.data.scan_processes,
+        cache=shape_cache,
+    )
+
+
+def _content(model_config: Any) -> dict[str, Any]:
+    """The model configuration with all its defaults written out."""
+    return dict(json.loads(model_config.to_json_string(use_diff=False)))
+
+
 def _cost_model(
     ds_config: dict[str, Any],
     config: DflopConfig,
@@ -210,7 +250,7 @@ def _cost_model(
 ) -> LayerCostModel | None:
     if config.scheduler.policy == "blind" and config.parallel.split != "auto":
         return None
-    content = json.loads(model_config.to_json_string(use_diff=False))
+    content = _content(model_config)
     expected = costs.fingerprint(ds_config, config, content)
     return costs.layer_cost_model(
         lambda: costs.measure_profile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.ranks import run_ranks
-from tests.support.training import ds_config, reference_loss_and_gradients, reference_model
+from tests.support.training import ds_config, reference_loss, reference_model
 
 pytestmark = pytest.mark.dist
 
@@ -48,24 +49,40 @@ def reference(hard_batch: dict[str, str]) -> dict[str, tuple[float, dict[str, to
     """Loss and gradients by ``transformers`` in double precision, per reduction."""
     from dflop_ds.data.dataset import from_pretrained_dir
 
-    dataset = from_pretrained_dir(hard_batch["model_dir"], hard_batch["train_path"], media_root=hard_batch["media_root"])
+    dataset = from_pretrained_dir(
+        hard_batch["model_dir"], hard_batch["train_path"], media_root=hard_batch["media_root"]
+    )
     model = reference_model(hard_batch["model_dir"]).double()
     found = {}
     for reduction in ("token", "sample"):
-        loss, grads = reference_loss_and_gradients(model, dataset, list(range(8)), reduction)
-        found[reduction] = (loss, {name: grad.clone() for name, grad in grads.items()})
+        model.zero_grad()
+        loss = reference_loss(model, dataset, list(range(8)), reduction)
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found[reduction] = (loss.item(), grads)
     return found
 
 
 def pipeline_step(hard_batch: dict[str, str], out: Path, *, stages: int, dflop: dict[str, Any], **top: Any) -> Any:
-    data = {"media_root": hard_batch["media_root"]}
-    block = {"parallel": {"pipeline_stages": stages}, "data": data, **dflop}
-    config = ds_config(hard_batch, out, block, **top)
+    config = ds_config(hard_batch, out, {"parallel": {"pipeline_stages": stages}, **dflop}, **top)
     reports = run_ranks("gradients", {"config": config}, out)
     grads: dict[str, np.ndarray] = {}
     for rank in range(2):
         grads.update(np.load(out / f"grads{rank}.npz"))
     return reports, grads
+
+
+def tie(model_dir: str, out: Path) -> str:
+    """A model like the given one, freshly made, with its output weights tied to its embeddings."""
+    from transformers import AutoConfig, LlavaOnevisionForConditionalGeneration
+
+    shutil.copytree(model_dir, out)
+    config = AutoConfig.from_pretrained(model_dir)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = True
+    (out / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    LlavaOnevisionForConditionalGeneration(config).save_pretrained(out)
+    return str(out)
 
 
 def worst_error(found: dict[str, np.ndarray], expected: dict[str, torch.Tensor]) -> float:
@@ -103,3 +120,26 @@ def test_gradient_equals_one_process(
     assert reports[1]["loss"] == pytest.approx(loss, rel=1e-5)
     assert sorted(index for members in reports[0]["bins"] for index in members) == list(range(8))
     assert worst_error(grads, expected) <= TOLERANCE
+
+
+def test_tied_embeddings_across_stages(hard_batch: dict[str, str], tmp_path: Path) -> None:
+    """The embedding is used by both stages; its gradient is the sum of both uses."""
+    from dflop_ds.data.dataset import from_pretrained_dir
+
+    batch = {**hard_batch, "model_dir": tie(hard_batch["model_dir"], tmp_path / "tied")}
+    dataset = from_pretrained_dir(batch["model_dir"], batch["train_path"], media_root=batch["media_root"])
+    model = reference_model(batch["model_dir"]).double()
+    loss = reference_loss(model, dataset, list(range(8)))
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    split = {"parallel": {"pipeline_stages": 2, "split": [5, 4]}}
+    reports, grads = pipeline_step(batch, tmp_path / "run", stages=2, dflop=split)
+    assert reports[0]["parts"] == [0, 5, 9]
+    assert reports[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert "lm_head.weight" not in grads
+    assert worst_error(grads, expected) <= TOLERANCE
+    both = [
+        np.load(tmp_path / "run" / f"grads{rank}.npz")["model.language_model.embed_tokens.weight"]
+        for rank in (0, 1)
+    ]
+    assert np.array_equal(both[0], both[1])

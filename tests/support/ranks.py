@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+GRACE_S = 8.0
 WORKERS = Path(__file__).parent.parent / "dist" / "workers"
 
 
@@ -80,7 +81,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[in
     while time.monotonic() < end and any(p.poll() is None for p in processes):
         if failed_at is None and any(p.poll() not in (None, 0) for p in processes):
             failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > 20:
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
             break
         time.sleep(0.1)
     codes = [p.poll() for p in processes]

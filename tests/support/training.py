@@ -23,13 +23,16 @@ def report(arguments: dict[str, Any], content: dict[str, Any]) -> None:
 
 
 def ds_config(
-    demo: dict[str, Any], out: str | Path, dflop: dict[str, Any] | None = None, **top: Any
+    demo: dict[str, str], out: str | Path, dflop: dict[str, Any] | None = None, **top: Any
 ) -> dict[str, Any]:
-    """A DeepSpeed configuration for the tiny demo; ``dflop`` is merged one level deep."""
+    """A DeepSpeed configuration for the tiny demo; ``dflop`` is merged one level deep.
+
+    ``demo`` has ``model_dir``, ``train_path`` and ``media_root``.
+    """
     block: dict[str, Any] = {
         "seed": 7,
         "model": {"path": demo["model_dir"]},
-        "data": {"train_path": demo["train_path"], "num_workers": 0, "shuffle": True},
+        "data": {"train_path": demo["train_path"], "media_root": demo["media_root"], "num_workers": 0},
         "parallel": {"pipeline_stages": 2},
         "train": {"num_steps": 2, "output_dir": str(out)},
         "cost": {"profile_budget_s": 2.0},
@@ -45,6 +48,15 @@ def ds_config(
         "dflop": block,
     }
     return {**config, **top}
+
+
+def demo_paths(demo: Any) -> dict[str, str]:
+    """The ``tiny_demo`` fixture as JSON."""
+    return {
+        "model_dir": str(demo.model_dir),
+        "train_path": str(demo.train_path),
+        "media_root": str(demo.media_root),
+    }
 
 
 def start(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -95,9 +107,8 @@ def hugging_face_inputs(sample: Any) -> dict[str, torch.Tensor]:
     from dflop_ds.data.layout import MediaKind
 
     inputs = {"input_ids": sample.input_ids[None]}
-    tiles = (
-        list(sample.pixel_values.split([item.num_inputs for item in sample.media])) if sample.media else []
-    )
+    sizes = [item.num_inputs for item in sample.media]
+    tiles = list(sample.pixel_values.split(sizes)) if sample.media else []
     images = [(t, m) for t, m in zip(tiles, sample.media, strict=True) if m.kind is not MediaKind.CLIP]
     clips = [t for t, m in zip(tiles, sample.media, strict=True) if m.kind is MediaKind.CLIP]
     if images:
@@ -108,25 +119,21 @@ def hugging_face_inputs(sample: Any) -> dict[str, torch.Tensor]:
         inputs["batch_num_images"] = torch.tensor([len(images)])
     if clips:
         inputs["pixel_values_videos"] = torch.stack(clips)
-    return inputs
+    return {
+        key: value.to(torch.float64) if value.is_floating_point() else value for key, value in inputs.items()
+    }
 
 
-def reference_loss_and_gradients(
-    model: Any, dataset: Any, indices: list[int], reduction: str = "token"
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of a global batch, one sample after the other, by ``transformers`` alone."""
-    model.zero_grad()
+def reference_loss(model: Any, dataset: Any, indices: list[int], reduction: str = "token") -> torch.Tensor:
+    """Loss of a global batch, one sample after the other, by ``transformers`` alone in fp64."""
     terms = []
     for index in indices:
         sample = dataset[index]
-        logits = model(**hugging_face_inputs(sample)).logits[0, :-1].float()
+        logits = model(**hugging_face_inputs(sample)).logits[0, :-1]
         labels = sample.labels[1:]
         losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
         terms.append((losses.sum(), int((labels != -100).sum())))
     if reduction == "token":
-        loss = sum(total for total, _ in terms) / sum(count for _, count in terms)
-    else:
-        means = [total / count for total, count in terms if count]
-        loss = sum(means) / len(means)
-    loss.backward()
-    return loss.item(), {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+        return sum(total for total, _ in terms) / sum(count for _, count in terms)
+    means = [total / count for total, count in terms if count]
+    return sum(means) / len(means)

@@ -1,0 +1,10 @@
+"""``dflop_ds.train`` on a configuration file, without the launcher."""
+
+import sys
+
+from tests.support.training import worker_arguments
+
+from dflop_ds.train import run
+
+sys.argv[1:] = ["--deepspeed_config", worker_arguments()["config_path"]]
+run()

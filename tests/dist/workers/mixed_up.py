@@ -1,0 +1,25 @@
+"""A data set whose labels belong to other samples than its pixels: the tags must not match."""
+
+import os
+import sys
+
+from tests.support.training import start, worker_arguments
+
+from dflop_ds.data.dataset import LlavaDataset
+from dflop_ds.errors import PlanError
+
+original = LlavaDataset.__getitem__
+
+
+def shifted(self, index):
+    return original(self, index if self.load_pixels else (index + 1) % len(self))
+
+
+engine, _ = start(worker_arguments()["config"])
+LlavaDataset.__getitem__ = shifted
+try:
+    engine.train_batch()
+except PlanError as error:
+    print(error)
+    sys.stdout.flush()
+    os._exit(3)

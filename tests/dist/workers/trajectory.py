@@ -1,0 +1,63 @@
+"""Several training steps: losses, plans, evaluations and how often the overrides ran."""
+
+import collections
+import zlib
+
+import torch
+from tests.support.training import report, start, worker_arguments
+
+from dflop_ds.runtime import compat
+
+arguments = worker_arguments()
+calls: collections.Counter[str] = collections.Counter()
+
+
+def counted(owner, name):
+    original = getattr(owner, name)
+
+    def wrapper(*args, **kwargs):
+        calls[name] += 1
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+counted(compat, "backward_once")
+counted(compat, "fill_missing_gradients")
+counted(torch.autograd, "backward")
+engine, setup = start(arguments["config"])
+calls.clear()  # profiling runs backward passes as well
+counted(engine, "_check_tag")
+losses, evals, plans, digests = [], [], [], []
+next_step = engine.feed.next_step
+
+
+def recorded():
+    plan = next_step()
+    digests.append(zlib.crc32(plan.encode().tobytes()))
+    plans.append([list(members) for members in plan.bins])
+    return plan
+
+
+engine.feed.next_step = recorded
+if arguments.get("evaluate"):
+    evals.append(engine.evaluate(setup.dataset))
+for _ in range(arguments["num_steps"]):
+    losses.append(float(engine.train_batch()))
+    if arguments.get("evaluate"):
+        evals.append(engine.evaluate(setup.dataset))
+result = {"losses": losses, "evals": evals, "plans": plans, "digests": digests}
+if arguments.get("checkpoint"):
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.save_checkpoint(arguments["out"] + "/checkpoint")
+    engine.train_batch()
+    result["moved"] = max(float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters())
+    engine.load_checkpoint(arguments["out"] + "/checkpoint")
+    result["restored"] = max(
+        float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters()
+    )
+result["calls"] = dict(calls)
+result["stage"] = engine.stage_id
+result["dtype"] = str(next(engine.module.parameters()).dtype)
+report(arguments, result)
+engine.destroy()
