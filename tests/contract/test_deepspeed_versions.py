@@ -123,6 +123,6 @@ def test_deepspeed_reads_the_cpu_example_and_ignores_our_block():
     path = Path(__file__).resolve().parents[2] / "ds_configs" / "llava_onevision_tiny_cpu.json"
     theirs = DeepSpeedConfig(json.loads(path.read_text()))
     ours = BatchSizes.from_ds_config(load_ds_config(path), 1)
-    assert theirs.train_batch_size == ours.train_batch_size == 32
+    assert theirs.train_batch_size == ours.train_batch_size == 48
     assert theirs.train_micro_batch_size_per_gpu == ours.micro_batch_size == 2
-    assert theirs.gradient_accumulation_steps == ours.num_microbatches == 16
+    assert theirs.gradient_accumulation_steps == ours.num_microbatches == 24
