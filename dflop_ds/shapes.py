@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -138,8 +139,11 @@ class ShapeTable:
         return self._columns["target_tokens"]
 
     def take(self, rows: npt.ArrayLike) -> ShapeTable:
-        """Table of the given rows, in the given order."""
-        index = np.asarray(rows, dtype=np.int64)
+        """Table of the given rows (indices, not a mask), in the given order."""
+        index = np.asarray(rows)
+        if index.dtype == np.bool_:
+            raise DataError("rows must be indices, found a mask; pass np.flatnonzero(mask).")
+        index = index.astype(np.int64)
         ids = [self.sample_ids[i] for i in index]
         return ShapeTable(ids, {name: column[index] for name, column in self._columns.items()})
 
@@ -184,9 +188,11 @@ class ShapeTable:
             If the content is damaged or of another schema.
         """
         try:
-            with np.load(file, allow_pickle=False) as archive:
-                arrays = {key: archive[key] for key in archive.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it holds a single array")
+            arrays = {key: archive[key] for key in archive.files}
+        except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"{name} must be a readable NPZ; {error}. Probe the data again.") from error
         version = int(arrays.pop("schema_version", np.int64(0)))
         if version != SCHEMA_VERSION:

@@ -83,14 +83,19 @@ def run_steps(engine: Any, setup: Setup, config: DflopConfig) -> None:
 
 
 class MetricsFile:
-    """JSON lines of what was measured, complete after every step."""
+    """JSON lines of what was measured, complete after every step; written anew by every run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._started = False
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add one line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Add one line; what is not finite becomes ``null``."""
+        if not self._started:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("", encoding="utf-8")
+            self._started = True
+        line = {key: value if math.isfinite(value) else None for key, value in line.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -107,7 +112,8 @@ def total_steps(config: DflopConfig, num_samples: int, batch_size: int) -> int:
     per_epoch = (
         num_samples // batch_size if config.data.tail == "drop" else math.ceil(num_samples / batch_size)
     )
-    return math.ceil((config.train.num_epochs or 0) * per_epoch)
+    # Rounded first: 0.07 epochs of 100 steps are 7 steps, although 0.07 * 100 > 7.
+    return math.ceil(round((config.train.num_epochs or 0) * per_epoch, 6))
 
 
 def run() -> NoReturn:

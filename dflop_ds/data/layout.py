@@ -150,6 +150,13 @@ class PackedLayout:
             )
         body = vector[_HEADER:stop].tolist()
         rows = [body[i : i + _MEDIA_FIELDS] for i in range(num_segments, len(body), _MEDIA_FIELDS)]
+        kinds = {int(kind) for kind in MediaKind}
+        if sum(body[:num_segments]) != num_ids or any(row[0] not in kinds for row in rows):
+            raise PlanError(
+                f"segments must add up to {num_ids} tokens and media kinds be in {sorted(kinds)}, "
+                f"found lengths {body[:num_segments]} and kinds {[row[0] for row in rows]}; "
+                "collate with PackedCollator."
+            )
         return cls(
             tag=tag,
             segment_lengths=tuple(body[:num_segments]),

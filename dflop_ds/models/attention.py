@@ -8,6 +8,7 @@ A dense block mask costs the square of the whole sequence, so each segment is at
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Literal
 
@@ -45,15 +46,24 @@ def resolve_backend(requested: str, device: torch.device, dtype: torch.dtype) ->
     ConfigError
         If ``varlen`` is asked for where its kernel cannot run.
     """
-    can_varlen = device.type == "cuda" and dtype in _HALF
+    can_varlen = device.type == "cuda" and dtype in _HALF and _has_varlen_kernel()
     if requested == "varlen" and not can_varlen:
         raise ConfigError(
-            'dflop.model.attention "varlen" needs a CUDA device and bf16, '
-            f'found {device.type} and {dtype}; use "auto" or "segments".'
+            'dflop.model.attention "varlen" needs a CUDA device, bf16 and a PyTorch with varlen_attn, '
+            f'found {device.type}, {dtype} and PyTorch {torch.__version__}; use "auto" or "segments".'
         )
     if requested == "segments" or not can_varlen:
         return SEGMENTS_NAME
     return VARLEN_NAME
+
+
+def _has_varlen_kernel() -> bool:
+    """Whether this PyTorch has the kernel in the form that is called here."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 def segment_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,10 +107,22 @@ def load_layer(layer: PipelineLayer, tensor: Callable[[str], torch.Tensor]) -> N
 
 
 def load_layers(layers: Iterable[PipelineLayer], source: Mapping[str, torch.Tensor] | Checkpoint) -> None:
-    """Load every layer from a state dict or a checkpoint directory."""
-    tensor = source.tensor if isinstance(source, Checkpoint) else source.__getitem__
+    """Load every layer from a state dict or a checkpoint directory.
+
+    Raises
+    ------
+    ModelError
+        If a weight is missing or has another shape.
+    """
+    tensor = source.tensor if isinstance(source, Checkpoint) else partial(_from_mapping, source)
     for layer in layers:
         load_layer(layer, tensor)
+
+
+def _from_mapping(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name not in state:
+        raise ModelError(f"the state dict must hold the weight {name}, found none; use a complete one.")
+    return state[name]
 
 
 def _candidates(name: str) -> Iterator[str]:

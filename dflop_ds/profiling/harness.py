@@ -34,13 +34,21 @@ def choose_microbatches(num_rows: int, samples_per_bin: int, num_shapes: int, se
     Returns
     -------
     list of list of int
-        Rows of the shape table, in an order in which any prefix covers the range of sizes.
+        Rows of the shape table; both ends of the range come first, and any longer prefix covers it.
     """
     rng = np.random.default_rng(seed)
     largest = max(2, 2 * samples_per_bin)
-    sizes = [1 + index % largest for index in range(num_shapes)]
-    sizes = [sizes[i] for i in rng.permutation(num_shapes)]
+    spread = [1 + int(_spread(index) * largest) for index in range(1, num_shapes)]
+    sizes = [1, largest, *spread][:num_shapes]
     return [rng.integers(num_rows, size=size).tolist() for size in sizes]
+
+
+def _spread(index: int) -> float:
+    """Van der Corput's sequence in [0, 1): the bits of ``index`` mirrored at the point."""
+    value, weight = 0.0, 0.5
+    while index:
+        value, weight, index = value + weight * (index & 1), weight / 2, index >> 1
+    return value
 
 
 def profile_layers(

@@ -35,8 +35,11 @@ class DflopDataLoader(DeepSpeedDataLoader):
     feed : PlanFeed
     collate_fn : callable
     num_microbatches : int
-        Microbatches of a full step, to bound how far workers may load ahead.
+        Microbatches of a full step.
+    num_planned : int
+        Microbatches that are planned ahead at least: workers load no further.
     num_workers : int
+        Fewer are started where less is planned ahead.
     pin_memory : bool
     steps_per_epoch : int
     tput_timer : object
@@ -51,12 +54,14 @@ class DflopDataLoader(DeepSpeedDataLoader):
         feed: PlanFeed,
         collate_fn: Callable[[list[Any]], Microbatch],
         num_microbatches: int,
+        num_planned: int,
         num_workers: int,
         pin_memory: bool,
         steps_per_epoch: int,
         tput_timer: Any,
         local_rank: int,
     ) -> None:
+        num_workers, self._prefetch = loading_ahead(num_workers, num_planned)
         super().__init__(
             dataset,
             batch_size=1,
@@ -70,7 +75,6 @@ class DflopDataLoader(DeepSpeedDataLoader):
         self.feed = feed
         self.current_tag: int | None = None
         self._expected: collections.deque[tuple[int, float]] = collections.deque()
-        self._prefetch = _prefetch_factor(num_workers, feed.lookahead * num_microbatches)
 
     def expect(self, bins: tuple[tuple[int, ...], ...], loss_scale: float) -> None:
         """Announce the bins of the step that is about to run, and the factor of its losses."""
@@ -115,19 +119,22 @@ class _Drawn:
         return self.feed.bins()
 
 
-def _prefetch_factor(num_workers: int, num_planned: int) -> int:
-    """Batches per worker such that workers never run ahead of what is planned.
+def loading_ahead(num_workers: int, num_planned: int) -> tuple[int, int]:
+    """Workers, and batches that each may load ahead, such that none runs ahead of the plans.
 
-    Raises
-    ------
-    PlanError
-        If even one batch per worker is too many.
+    Parameters
+    ----------
+    num_workers : int
+        As configured.
+    num_planned : int
+        Microbatches beyond the running step that are always planned.
     """
-    if num_workers == 0:
-        return 0
-    if num_workers > num_planned:
-        raise PlanError(
-            f"dflop.data.num_workers must not exceed lookahead x microbatches = {num_planned}, "
-            f"found {num_workers}; lower num_workers or raise dflop.scheduler.lookahead."
+    usable = min(num_workers, num_planned)
+    if usable < num_workers:
+        logger.info(
+            "%d instead of %d data workers, as only %d microbatches are planned ahead",
+            usable,
+            num_workers,
+            num_planned,
         )
-    return min(_MAX_PREFETCH, num_planned // num_workers)
+    return usable, min(_MAX_PREFETCH, num_planned // usable) if usable else 0

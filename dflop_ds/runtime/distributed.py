@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from deepspeed.accelerator import get_accelerator
 
 from dflop_ds import errors
 from dflop_ds.errors import DflopError
+
+logger = logging.getLogger(__name__)
 
 _OK, _FAILED = b"+", b"-"
 
@@ -57,6 +60,7 @@ def on_first_rank(produce: Callable[[], bytes]) -> bytes:
         except DflopError as error:
             message = _FAILED + _describe(error)
         except Exception as error:  # every rank must learn of it before it waits in a collective
+            logger.exception("rank 0 failed unexpectedly")
             message = _FAILED + _describe(DflopError(f"{type(error).__name__}: {error}"))
     message = broadcast_bytes(message)
     if message[:1] == _FAILED:
@@ -84,6 +88,7 @@ def together(check: Callable[[], Any]) -> Any:
     except DflopError as error:
         own = error
     except Exception as error:  # every rank must learn of it before it waits in a collective
+        logger.exception("this rank failed unexpectedly")
         own = DflopError(f"{type(error).__name__}: {error}")
     world_size = dist.get_world_size()
     failed = torch.full(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from dflop_ds.runtime import compat
 from dflop_ds.runtime.dataloader import DflopDataLoader
 from dflop_ds.runtime.evaluation import evaluate
 from dflop_ds.runtime.feed import PlanFeed
+from dflop_ds.runtime.report import PlanLog
 from dflop_ds.runtime.telemetry import Telemetry
-from dflop_ds.scheduling.planner import StepPlanner
+from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +104,10 @@ class DflopPipelineEngine(PipelineEngine):
             self.feed.close()
         super().destroy()
 
+    def _plan_log(self) -> Callable[[PlannedStep], None] | None:
+        path = self.data_plan.config.telemetry.plan_log if self.data_plan is not None else None
+        return PlanLog(Path(path)).append if path is not None and self.global_rank == 0 else None
+
     def _wants_telemetry(self) -> bool:
         return self.data_plan is not None and self.data_plan.config.telemetry.enabled
 
@@ -126,6 +133,7 @@ class DflopPipelineEngine(PipelineEngine):
             lookahead=config.scheduler.lookahead,
             deadline_s=config.scheduler.deadline_s,
             replica=replica,
+            on_plan=self._plan_log(),
         )
         if not (self.is_first_stage() or self.is_last_stage()):
             return
@@ -135,6 +143,7 @@ class DflopPipelineEngine(PipelineEngine):
             feed=self.feed,
             collate_fn=self.collate_fn,
             num_microbatches=self.micro_batches,
+            num_planned=planner.fewest_microbatches(config.scheduler.lookahead),
             num_workers=config.data.num_workers,
             pin_memory=self.device.type == "cuda",
             steps_per_epoch=planner.order.steps_per_epoch,

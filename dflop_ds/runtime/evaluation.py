@@ -7,36 +7,44 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import DataLoader, Dataset
 
+from dflop_ds.cost.model import SampleCosts
+from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError
 from dflop_ds.scheduling.order import EpochOrder
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.planner import StepPlanner
 
 
-def evaluate(engine: PipelineEngine, dataset: Dataset[Any], *, max_batches: int | None = None) -> float:
+def evaluate(engine: PipelineEngine, dataset: ProbedDataset, *, max_batches: int | None = None) -> float:
     """Mean loss over the supervised tokens (or samples) of a probed data set.
 
-    Every rank derives the same data-blind plans from the shapes, so nothing is communicated
-    beside the activations. The number of microbatches may differ from training.
+    Every rank derives the same plans from the shapes, so nothing is communicated beside the
+    activations. The number of microbatches may differ from training; its hard limits hold.
 
     Parameters
     ----------
     engine : DflopPipelineEngine
-    dataset : Dataset
-        With ``table`` and ``rows`` as :class:`~dflop_ds.data.probed.ProbedDataset` has them.
+    dataset : ProbedDataset
+        The same on all ranks.
     max_batches : int, optional
 
     Raises
     ------
     ConfigError
-        If the engine has no training data to take its settings from.
+        If the engine has no training data to take its settings from, or the data set has no shapes.
     """
     if engine.data_plan is None:
         raise ConfigError("evaluate() needs an engine with training_data; pass it to initialize().")
-    planner = _blind_planner(engine.data_plan.planner, dataset)
+    if not isinstance(dataset, ProbedDataset):
+        raise ConfigError(
+            f"evaluate() needs a ProbedDataset, found {type(dataset).__name__}; "
+            "wrap your data set with its shapes: ProbedDataset(dataset, table)."
+        )
+    planner = _planner(engine.data_plan.planner, dataset)
     num_batches = planner.order.steps_per_epoch
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
@@ -52,10 +60,18 @@ def evaluate(engine: PipelineEngine, dataset: Dataset[Any], *, max_batches: int 
     return total / max(1, num_terms)
 
 
-def _blind_planner(planner: StepPlanner, dataset: Any) -> StepPlanner:
+def _planner(planner: StepPlanner, dataset: ProbedDataset) -> StepPlanner:
+    """Planner over another data set: in file order, balanced by its sizes."""
     order = EpochOrder(len(dataset.rows), planner.order.batch_size, seed=0, shuffle=False, tail="partial")
+    sizes = np.stack([dataset.table.llm_tokens, dataset.table.encoder_inputs], axis=1).astype(np.float64)
     return dataclasses.replace(
-        planner, table=dataset.table, rows=dataset.rows, order=order, costs=None, policy="blind"
+        planner,
+        table=dataset.table,
+        rows=dataset.rows,
+        order=order,
+        costs=SampleCosts(forward_s=sizes, backward_s=np.zeros_like(sizes)),
+        policy="lpt",
+        reorder=False,
     )
 
 

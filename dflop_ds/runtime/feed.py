@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from deepspeed import comm as dist
@@ -52,15 +52,23 @@ class PlanFeed:
         How long rank 0 waits for its solver before it falls back to LPT.
     replica : int
         Data-parallel replica of this rank.
+    on_plan : callable, optional
+        Told of every plan on rank 0, in the order of the steps.
     """
 
     def __init__(
-        self, planner: StepPlanner | None, *, lookahead: int, deadline_s: float, replica: int
+        self,
+        planner: StepPlanner | None,
+        *,
+        lookahead: int,
+        deadline_s: float,
+        replica: int,
+        on_plan: Callable[[PlannedStep], None] | None = None,
     ) -> None:
         self.lookahead = lookahead
         self.replica = replica
         self.stats = FeedStats()
-        self.history: dict[int, PlannedStep] = {}
+        self._on_plan = on_plan
         self._service: PlanService[PlannedStep] | None = None
         if planner is not None and dist.get_rank() == 0:
             self._service = PlanService(
@@ -130,5 +138,6 @@ class PlanFeed:
         result = self._service.get(step)
         if result.fallback_reason is not None:
             logger.warning("step %d is planned by LPT: %s", step, result.fallback_reason)
-        self.history[step] = result.value
+        if self._on_plan is not None:
+            self._on_plan(result.value)
         return result.value.plan.encode().tobytes()

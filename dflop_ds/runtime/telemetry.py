@@ -56,11 +56,14 @@ class StepRecord:
         Host monotonic clock; comparable between the ranks of one machine only.
     duration_s : float
     instructions : list of InstructionRecord
+    number : int
+        Steps recorded so far, this one included.
     """
 
     start_s: float
     duration_s: float = 0.0
     instructions: list[InstructionRecord] = dataclasses.field(default_factory=list)
+    number: int = 1
 
     def compute(self) -> list[InstructionRecord]:
         """Forward and backward passes only."""
@@ -77,6 +80,7 @@ class Telemetry:
         self.engine = engine
         self.steps: collections.deque[StepRecord] = collections.deque(maxlen=_KEPT_STEPS)
         self._current: StepRecord | None = None
+        self._num_steps = 0
         self._clock = _CudaClock() if engine.device.type == "cuda" else _HostClock()
         self._pending: list[tuple[str, int, Any, Any]] = []
         self._counts: collections.Counter[str] = collections.Counter()
@@ -95,7 +99,8 @@ class Telemetry:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Record one optimizer step."""
-        self._current = StepRecord(start_s=time.perf_counter())
+        self._num_steps += 1
+        self._current = StepRecord(start_s=time.perf_counter(), number=self._num_steps)
         self._pending.clear()
         self._counts.clear()
         self._clock.begin()
@@ -193,9 +198,7 @@ def gather_steps(telemetry: Telemetry) -> dict[int, list[StepRecord]]:
     for rank in range(dist.get_world_size()):
         payload = distributed.broadcast_bytes(own if rank == dist.get_rank() else None, src=rank)
         gathered[rank] = [
-            StepRecord(
-                step["start_s"], step["duration_s"], [InstructionRecord(**r) for r in step["instructions"]]
-            )
+            StepRecord(**{**step, "instructions": [InstructionRecord(**r) for r in step["instructions"]]})
             for step in json.loads(payload)
         ]
     return gathered

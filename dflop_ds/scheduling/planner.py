@@ -22,7 +22,6 @@ from dflop_ds.shapes import ShapeTable
 logger = logging.getLogger(__name__)
 
 Limit = int | Literal["auto"] | None
-_MAX_GROWTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +60,8 @@ class StepPlanner:
     policy : {"cp_sat", "lpt", "blind"}
     reduction : {"token", "sample"}
     max_tokens, max_encoder_inputs : int, "auto" or None
-        Hard limits of one bin. ``auto`` bounds a bin to twice the average, or to the largest
-        sample if that is more.
+        Hard limits of one bin. ``auto`` bounds a bin to twice the average, to the largest sample,
+        or to what the batch needs to fit at all, whichever is most.
     reorder : bool
         Order bins within a replica by simulated makespan.
     deterministic_time_s : float
@@ -93,6 +92,19 @@ class StepPlanner:
         """Plan made without the solver, for when it is late."""
         return self._plan(step, "blind" if self.policy == "blind" else "lpt")
 
+    def fewest_microbatches(self, num_steps: int) -> int:
+        """Microbatches per replica that any ``num_steps`` consecutive steps have at least."""
+        num_tail = self.order.num_samples % self.order.batch_size if self.order.tail == "partial" else 0
+        if num_tail == 0:
+            return num_steps * self.num_microbatches
+        num_tails = math.ceil(num_steps / self.order.steps_per_epoch)
+        return (num_steps - num_tails) * self.num_microbatches + num_tails * self._num_microbatches(num_tail)
+
+    def _num_microbatches(self, num_samples: int) -> int:
+        """Microbatches per replica of a step with so many samples, if the limits allow."""
+        needed = math.ceil(num_samples / (self.num_replicas * self.micro_batch_size))
+        return max(1, min(self.num_microbatches, needed))
+
     def _plan(self, step: int, policy: str) -> PlannedStep:
         batch = self.order.batch(step)
         problem, solution = self._solve(batch, policy)
@@ -119,9 +131,9 @@ class StepPlanner:
 
     def _solve(self, batch: GlobalBatch, policy: str) -> tuple[Problem, Solution]:
         """Solve, with more microbatches where the hard limits leave no other way."""
-        needed = math.ceil(len(batch.positions) / (self.num_replicas * self.micro_batch_size))
-        num_microbatches = max(1, min(self.num_microbatches, needed))
-        most = _MAX_GROWTH * num_microbatches
+        num_microbatches = self._num_microbatches(len(batch.positions))
+        # With a bin for every sample nothing shares a bin, and no limit can be broken.
+        most = max(num_microbatches, math.ceil(len(batch.positions) / self.num_replicas))
         while True:
             problem = self._problem(batch, num_microbatches)
             try:

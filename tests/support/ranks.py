@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 8.0
+ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent.parent / "dist" / "workers"
 
 
@@ -53,6 +54,7 @@ def run_ranks(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
         log = out / f"rank{rank}.log"
         logs.append(log)

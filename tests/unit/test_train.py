@@ -38,7 +38,6 @@ def test_steps_of_epochs(tail: str, num_epochs: float, num_samples: int, expecte
     assert total_steps(_config(tail, num_epochs=num_epochs), num_samples, 8) == expected
 
 
-@pytest.mark.xfail(strict=True, reason="0.07 x 100 is a little above 7 in floating point")
 def test_whole_numbers_of_steps_are_not_rounded_up() -> None:
     assert total_steps(_config(num_epochs=0.07), 800, 8) == 7
 

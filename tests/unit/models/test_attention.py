@@ -156,9 +156,9 @@ def test_choice_of_the_backend(
 @pytest.mark.parametrize(
     ("device", "dtype", "found"),
     [
-        (CPU, torch.bfloat16, "found cpu and torch.bfloat16"),
-        (CPU, torch.float32, "found cpu and torch.float32"),
-        (CUDA, torch.float32, "found cuda and torch.float32"),
+        (CPU, torch.bfloat16, "found cpu, torch.bfloat16"),
+        (CPU, torch.float32, "found cpu, torch.float32"),
+        (CUDA, torch.float32, "found cuda, torch.float32"),
     ],
 )
 def test_varlen_is_refused_where_its_kernel_cannot_run(

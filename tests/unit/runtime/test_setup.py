@@ -111,7 +111,6 @@ def test_profiled_microbatches_depend_on_the_seed_alone() -> None:
     assert choose_microbatches(50, 4, 16, seed=1) != choose_microbatches(50, 4, 16, seed=2)
 
 
-@pytest.mark.xfail(strict=True, reason="sizes end at the number of shapes")
 def test_profiled_microbatches_reach_twice_a_large_usual_size() -> None:
     sizes = {len(members) for members in choose_microbatches(1000, 64, 64, seed=0)}
     assert min(sizes) == 1
