@@ -67,6 +67,9 @@ def test_pipeline_with_evaluation_and_checkpoint(
     for rank in (first, last):
         assert rank["moved"] > 1e-4
         assert rank["restored"] == 0.0
+    # Rank 0 also times one layer of each of the seven kinds; nobody builds another stage's layers.
+    num_first, num_layers = first["parts"][1], first["parts"][2]
+    assert (first["num_built"], last["num_built"]) == (num_first + 7, num_layers - num_first)
     # Three steps and one more after saving, of 4 microbatches; evaluation checks tags as well.
     num_steps, num_evals = NUM_STEPS + 1, NUM_STEPS + 1
     assert first["calls"]["backward_once"] == 4 * num_steps

@@ -6,6 +6,7 @@ import zlib
 import torch
 from tests.support.training import report, start, worker_arguments
 
+from dflop_ds.models.layers import PipelineLayer
 from dflop_ds.runtime import compat
 
 arguments = worker_arguments()
@@ -25,7 +26,9 @@ def counted(owner, name):
 counted(compat, "backward_once")
 counted(compat, "fill_missing_gradients")
 counted(torch.autograd, "backward")
+counted(PipelineLayer, "__init__")
 engine, setup = start(arguments["config"])
+num_built = calls["__init__"]
 calls.clear()  # profiling runs backward passes as well
 counted(engine, "_check_tag")
 losses, evals, plans, digests = [], [], [], []
@@ -57,7 +60,7 @@ if arguments.get("checkpoint"):
         float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters()
     )
 result["calls"] = dict(calls)
-result["stage"] = engine.stage_id
+result["num_built"], result["parts"] = num_built, [int(part) for part in engine.module.parts]
 result["dtype"] = str(next(engine.module.parameters()).dtype)
 report(arguments, result)
 engine.destroy()
