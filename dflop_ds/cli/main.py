@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except DflopError as error:
+    except (DflopError, OSError) as error:
         print(f"dflop-ds: {error}", file=sys.stderr)
         return EXIT_ERROR
 

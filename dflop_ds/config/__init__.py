@@ -1,6 +1,12 @@
 """The ``"dflop"`` block of a DeepSpeed configuration, and the keys of DeepSpeed that we read."""
 
-from dflop_ds.config.deepspeed_json import BATCH_KEYS, BatchSizes, load_ds_config, validate_for_pipeline
+from dflop_ds.config.deepspeed_json import (
+    BATCH_KEYS,
+    BatchSizes,
+    load_ds_config,
+    uses_bf16,
+    validate_for_pipeline,
+)
 from dflop_ds.config.schema import (
     BLOCK,
     CostConfig,
@@ -32,5 +38,6 @@ __all__ = [
     "json_schema",
     "load_ds_config",
     "parse_dflop",
+    "uses_bf16",
     "validate_for_pipeline",
 ]

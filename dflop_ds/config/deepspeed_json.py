@@ -47,6 +47,11 @@ def load_ds_config(path_or_dict: str | os.PathLike[str] | dict[str, Any]) -> dic
     """
     if isinstance(path_or_dict, dict):
         return copy.deepcopy(path_or_dict)
+    if not isinstance(path_or_dict, (str, os.PathLike)):
+        raise ConfigError(
+            f"a DeepSpeed configuration must be a path or a dict, found "
+            f"{type(path_or_dict).__name__}. Pass one."
+        )
     path = Path(path_or_dict)
     try:
         text = path.read_text(encoding="utf-8")
@@ -72,6 +77,10 @@ def _parse_json(text: str, path: Path) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=unique)
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path} must be nested sensibly, found too many levels. Correct the file."
+        ) from error
     except json.JSONDecodeError as error:
         try:
             import hjson  # a dependency of DeepSpeed, which reads its configuration with it
@@ -173,6 +182,14 @@ def validate_for_pipeline(ds_config: dict[str, Any]) -> None:
         One line for each refused setting.
     """
     problems = []
+    if "bfloat16" in ds_config:
+        problems.append('bfloat16: must be called "bf16", its present name; found the old key. Rename it.')
+    bf16 = _block(ds_config, "bf16").get("enabled", False)
+    if not isinstance(bf16, bool):
+        problems.append(f"bf16.enabled: must be true or false; found {bf16!r}. Correct it.")
+    clipping = ds_config.get("gradient_clipping", 1.0)
+    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not clipping >= 0:
+        problems.append(f"gradient_clipping: must be a number of at least 0; found {clipping!r}. Correct it.")
     stage = _block(ds_config, "zero_optimization").get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1):
         problems.append(
@@ -184,6 +201,11 @@ def validate_for_pipeline(ds_config: dict[str, Any]) -> None:
             problems.append(f"{block}.{key}: must be false in the pipeline; found true. {remedy}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def uses_bf16(ds_config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed will train in bf16."""
+    return _block(ds_config, "bf16").get("enabled", False) is True
 
 
 def _block(ds_config: dict[str, Any], name: str) -> dict[str, Any]:

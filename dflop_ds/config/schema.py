@@ -175,15 +175,17 @@ class SchedulerConfig(_Block):
     deterministic_time_s: float = Field(
         default=0.1,
         gt=0,
+        le=3600,
         description="Solver effort per global batch, in the solver's deterministic seconds, which do not "
         "depend on the load of the machine.",
     )
     lookahead: PositiveInt = Field(
-        default=2, description="Global batches that are solved ahead of training (count)."
+        default=2, le=64, description="Global batches that are solved ahead of training (count)."
     )
     deadline_s: float = Field(
         default=1.0,
         gt=0,
+        le=3600,
         description="Longest wait for a solution, in seconds; after it the step uses the lpt assignment.",
     )
     order: bool = Field(
@@ -249,7 +251,9 @@ class DflopConfig(_Block):
     enabled: bool = Field(
         default=True, description="Use dflop_ds. A configuration without the block counts as not enabled."
     )
-    seed: int = Field(default=1234, ge=0, description="Seed of the sample order and of random weights.")
+    seed: int = Field(
+        default=1234, ge=0, le=2**31 - 1, description="Seed of the sample order and of random weights."
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="Which model is trained.")
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="How the model is cut into pipeline stages."
@@ -283,6 +287,11 @@ class DflopConfig(_Block):
         if self.train.num_steps is None and self.train.num_epochs is None:
             gaps.append(
                 "dflop.train: num_steps or num_epochs must be given; found neither. Set one of the two."
+            )
+        if self.train.eval_every is not None and self.data.eval_path is None:
+            gaps.append(
+                f"dflop.data.eval_path: must be given with dflop.train.eval_every = {self.train.eval_every}; "
+                "found null. Set it, or remove eval_every."
             )
         if gaps:
             raise ConfigError("\n".join(gaps))

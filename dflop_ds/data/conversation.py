@@ -131,7 +131,10 @@ def parse_record(record: Mapping[str, Any], sample_id: str) -> Conversation:
 def _paths(record: Mapping[str, Any], key: str, sample_id: str) -> list[str]:
     value = record.get(key)
     paths = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+    good = isinstance(paths, list) and all(
+        isinstance(path, str) and path and "\0" not in path and _is_encodable(path) for path in paths
+    )
+    if not good:
         raise DataError(
             f"{key!r} must be a path or a list of paths, found {value!r}; correct the record.", sample_id
         )
@@ -161,8 +164,28 @@ def _messages(record: Mapping[str, Any], sample_id: str) -> list[tuple[str, str]
                 f"a string, found {type(value).__name__}; correct the record.",
                 sample_id,
             )
+        if not _is_encodable(value):
+            raise DataError(
+                f"'value' of turn {number} must be valid Unicode, found a lone surrogate; correct the "
+                f"record.",
+                sample_id,
+            )
         messages.append((_ROLES[sender], value))
+    if messages[0][0] == "assistant":
+        raise DataError(
+            "a conversation must begin with a human or system turn, found an answer; remove that turn.",
+            sample_id,
+        )
     return messages
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether a tokenizer and a file system can take the text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _media_first(
@@ -290,7 +313,7 @@ def _render(
             text = tokenizer.apply_chat_template(
                 messages[:num_messages], tokenize=False, add_generation_prompt=ask
             )
-        except TemplateError as error:
+        except (TemplateError, ValueError) as error:
             raise DataError(
                 f"the chat template must accept the order of turns, found {error}; correct the record.",
                 conversation.sample_id,

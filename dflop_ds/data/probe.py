@@ -96,6 +96,14 @@ class _Scanner(Dataset[_Finding]):
                 self._dataset.check_media(index)
         except DataError as error:
             return _Finding(sample_id, None, str(error), MISSING_STAMP)
+        except ConfigError:
+            raise
+        except Exception as error:  # hostile content may fail anywhere; the sample must be named
+            logger.debug("sample %s", sample_id, exc_info=True)
+            found = DataError(
+                f"it must be readable, found {type(error).__name__}: {error}; repair it.", sample_id
+            )
+            return _Finding(sample_id, None, str(found), MISSING_STAMP)
         return _Finding(sample_id, shape, "", stamp)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,19 +54,21 @@ def save_shapes(path: Path, fingerprint: str, entries: Sequence[tuple[SampleShap
     columns = {
         name: np.array([getattr(shape, name) for _, shape, _ in found], dtype=np.int64) for name in _COLUMNS
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        "schema_version": np.int64(_SCHEMA_VERSION),
+        "fingerprint": np.str_(fingerprint),
+        "indices": np.array([index for index, _, _ in found], dtype=np.int64),
+        "stamps": np.array([stamp for _, _, stamp in found], dtype=np.int64),
+        "sample_ids": np.array([shape.sample_id for _, shape, _ in found], dtype=np.str_),
+    }
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "wb") as file:
-        np.savez_compressed(
-            file,
-            schema_version=np.int64(_SCHEMA_VERSION),
-            fingerprint=np.str_(fingerprint),
-            indices=np.array([index for index, _, _ in found], dtype=np.int64),
-            stamps=np.array([stamp for _, _, stamp in found], dtype=np.int64),
-            sample_ids=np.array([shape.sample_id for _, shape, _ in found], dtype=np.str_),
-            **columns,  # type: ignore[arg-type]
-        )
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            np.savez_compressed(file, **arrays, **columns)  # type: ignore[arg-type]
+        os.replace(partial, path)
+    except OSError as error:
+        logger.warning("the shape cache %s must be writable, found %s; nothing is kept.", path, error)
 
 
 def load_shapes(path: Path, fingerprint: str, dataset: LlavaDataset) -> dict[int, tuple[SampleShape, int]]:
@@ -73,7 +76,7 @@ def load_shapes(path: Path, fingerprint: str, dataset: LlavaDataset) -> dict[int
 
     A missing, damaged or outdated file gives none: the cache only saves time.
     """
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -88,7 +91,19 @@ def load_shapes(path: Path, fingerprint: str, dataset: LlavaDataset) -> dict[int
             int(index): (shape, int(stamp))
             for index, stamp, shape in zip(arrays["indices"], arrays["stamps"], shapes, strict=True)
         }
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        if any(int(arrays[name].min(initial=0)) < 0 for name in _COLUMNS):
+            raise ValueError("a negative size")
+    except (
+        AttributeError,
+        EOFError,
+        KeyError,
+        NotImplementedError,
+        OSError,
+        TypeError,
+        ValueError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         logger.warning(
             "the shape cache %s must be readable, found %s; the data set is scanned again.", path, error
         )

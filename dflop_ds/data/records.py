@@ -52,7 +52,7 @@ class JsonList:
     def __init__(self, path: Path) -> None:
         try:
             records = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} must be valid JSON, found {error}; correct it.") from error
         if not isinstance(records, list):
             raise DataError(
@@ -107,7 +107,7 @@ class JsonLines:
         self._file.seek(int(self._offsets[index]))
         try:
             return json.loads(self._file.readline())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{self._path} must hold valid JSON in every "
                 f"line, found {error}; correct or delete the line.",

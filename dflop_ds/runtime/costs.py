@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from dflop_ds.config import DflopConfig
+from dflop_ds.config import DflopConfig, uses_bf16
 from dflop_ds.cost.features import MicrobatchFeatures
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.split import balanced_split, expected_layer_times
@@ -37,7 +37,7 @@ _SPLIT_BINS = 256
 
 def compute_dtype(ds_config: dict[str, Any]) -> torch.dtype:
     """Type in which the layers run, from DeepSpeed's own keys."""
-    return torch.bfloat16 if ds_config.get("bf16", {}).get("enabled", False) else torch.float32
+    return torch.bfloat16 if uses_bf16(ds_config) else torch.float32
 
 
 def fingerprint(ds_config: dict[str, Any], config: DflopConfig, model_config: dict[str, Any]) -> Fingerprint:
@@ -91,6 +91,7 @@ def layer_cost_model(
     *,
     config: DflopConfig,
     dims: ModelDims,
+    needed_kinds: Iterable[str],
 ) -> LayerCostModel:
     """Cost model of this run: fitted on rank 0, the same on every rank.
 
@@ -111,6 +112,12 @@ def layer_cost_model(
             path.parent.mkdir(parents=True, exist_ok=True)
             table.save(path)
             logger.info("profiled %d layer timings, kept in %s", len(table), path)
+        missing = sorted(set(needed_kinds) - {row.kind for row in table.rows})
+        if missing:
+            raise CostModelError(
+                f"a profile must time every layer kind of the model, found no rows of {missing}. "
+                "Run `dflop-ds profile model` again."
+            )
         return json.dumps(LayerCostModel().fit(table.rows, dims).to_dict()).encode()
 
     return LayerCostModel.from_dict(json.loads(distributed.on_first_rank(fit)))

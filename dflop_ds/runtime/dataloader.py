@@ -12,7 +12,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch.utils.data import DataLoader, Dataset
 
 from dflop_ds.data.layout import bin_tag
-from dflop_ds.errors import PlanError
+from dflop_ds.errors import DataError, PlanError
 from dflop_ds.runtime.feed import PlanFeed
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,9 @@ class DflopDataLoader(DeepSpeedDataLoader):
     local_rank : int
     """
 
+    data: Any
+    dataloader: Any
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -80,8 +83,19 @@ class DflopDataLoader(DeepSpeedDataLoader):
         """Announce the bins of the step that is about to run, and the factor of its losses."""
         self._expected.extend((bin_tag(members), loss_scale) for members in bins)
 
+    def close(self) -> None:
+        """End the data workers; harmless when called again."""
+        iterator, self.data, self.dataloader = self.data, None, None
+        shutdown = getattr(iterator, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
     def __next__(self) -> Microbatch:
-        inputs, (targets, weights, tag) = super().__next__()
+        try:
+            inputs, (targets, weights, tag) = super().__next__()
+        except DataError as error:
+            # A worker's error carries its whole traceback; its last line is the message.
+            raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None
         if not self._expected:
             raise PlanError(
                 "more microbatches were loaded than the step has; call engine.train_batch() to train."

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import Dataset
 
@@ -57,6 +58,9 @@ class DflopPipelineEngine(PipelineEngine):
         ``None`` when no training data was given to ``initialize``.
     """
 
+    data_iterator: Any
+    training_dataloader: Any
+
     def __init__(self, *args: Any, data_plan: DataPlan | None = None, **kwargs: Any) -> None:
         self.data_plan = data_plan
         self.feed: PlanFeed | None = None
@@ -71,15 +75,22 @@ class DflopPipelineEngine(PipelineEngine):
         Parameters
         ----------
         data_iter : iterator, optional
-            Microbatches of your own, in your own order; the planner is then not consulted.
+            Microbatches of your own, as ``PackedCollator`` makes them, in your own order; the
+            planner is then not consulted. ``gradient_accumulation_steps()`` of them are drawn.
 
         Returns
         -------
         Tensor
             Mean loss over the supervised tokens (or samples) of the global batch.
         """
-        if data_iter is not None or self.feed is None:
-            return self._timed_step(data_iter)
+        if data_iter is not None:
+            planned, loader = self.data_iterator, self.training_dataloader
+            try:
+                return self._timed_step(self._as_one_mean(data_iter))
+            finally:
+                self.data_iterator, self.training_dataloader = planned, loader
+        if self.feed is None:
+            return self._timed_step(None)
         plan = self.feed.next_step()
         compat.set_num_microbatches(self, plan.num_microbatches)
         if self._loader is not None:
@@ -99,9 +110,11 @@ class DflopPipelineEngine(PipelineEngine):
         return evaluate(self, dataset, max_batches=max_batches)
 
     def destroy(self) -> None:
-        """Stop the planner and release DeepSpeed's resources."""
+        """Stop the planner and the data workers, and release DeepSpeed's resources."""
         if self.feed is not None:
             self.feed.close()
+        if self._loader is not None:
+            self._loader.close()
         super().destroy()
 
     def _plan_log(self) -> Callable[[PlannedStep], None] | None:
@@ -117,6 +130,22 @@ class DflopPipelineEngine(PipelineEngine):
             return super().train_batch(data_iter)
         with telemetry.step():
             return super().train_batch(data_iter)
+
+    def _as_one_mean(self, data_iter: Iterator[Any]) -> Iterator[Any]:
+        """The step's microbatches with weights that make DeepSpeed's mean the mean over all of them."""
+        ends = self.is_first_stage() or self.is_last_stage()
+        batches = [next(data_iter) for _ in range(self.micro_batches)] if ends else []
+        if not self.is_last_stage():
+            return iter(batches)
+        total = sum(
+            (weights.double().sum() for _, (_, weights, _) in batches), torch.zeros((), dtype=torch.float64)
+        )
+        total = total.to(self.device)
+        dist.all_reduce(total, group=self.grid.get_data_parallel_group())
+        scale = self.micro_batches * self.dp_world_size / max(float(total), 1e-12)
+        return iter(
+            [(inputs, (targets, weights * scale, tag)) for inputs, (targets, weights, tag) in batches]
+        )
 
     def _build_data_iter(self, dataset: Dataset[Any]) -> None:
         if self.data_plan is None:

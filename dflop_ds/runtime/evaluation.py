@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from dflop_ds.scheduling.planner import StepPlanner
 
 
 def evaluate(engine: PipelineEngine, dataset: ProbedDataset, *, max_batches: int | None = None) -> float:
-    """Mean loss over the supervised tokens (or samples) of a probed data set.
+    """Mean loss over the supervised tokens (or samples) of a probed data set; NaN if it has none.
 
     Every rank derives the same plans from the shapes, so nothing is communicated beside the
     activations. The number of microbatches may differ from training; its hard limits hold.
@@ -44,6 +45,10 @@ def evaluate(engine: PipelineEngine, dataset: ProbedDataset, *, max_batches: int
             f"evaluate() needs a ProbedDataset, found {type(dataset).__name__}; "
             "wrap your data set with its shapes: ProbedDataset(dataset, table)."
         )
+    if max_batches is not None and max_batches < 1:
+        raise ConfigError(
+            f"max_batches must be at least 1, found {max_batches}; leave it out for all batches."
+        )
     planner = _planner(engine.data_plan.planner, dataset)
     num_batches = planner.order.steps_per_epoch
     if max_batches is not None:
@@ -57,7 +62,7 @@ def evaluate(engine: PipelineEngine, dataset: ProbedDataset, *, max_batches: int
         loss = engine.eval_batch(batches, num_micro_batches=plan.num_microbatches)
         total += float(loss) * plan.num_terms
         num_terms += plan.num_terms
-    return total / max(1, num_terms)
+    return total / num_terms if num_terms else math.nan
 
 
 def _planner(planner: StepPlanner, dataset: ProbedDataset) -> StepPlanner:

@@ -17,7 +17,7 @@ from deepspeed.pipe import PipelineModule
 from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, validate_for_pipeline
 from dflop_ds.cost.model import CostModel, SampleCosts
 from dflop_ds.data.probed import ProbedDataset
-from dflop_ds.errors import ConfigError
+from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.runtime import compat, distributed
 from dflop_ds.runtime.engine import DataPlan, DflopPipelineEngine
 from dflop_ds.runtime.versions import require_supported_deepspeed
@@ -120,6 +120,11 @@ def make_data_plan(
     ds_config: dict[str, Any], config: DflopConfig, model: Any, dataset: ProbedDataset
 ) -> DataPlan:
     """Decide batch sizes, order, costs and limits; the same on every rank."""
+    if not dataset.table.target_tokens.any():
+        raise DataError(
+            f"the training data must have supervised tokens, found none in {len(dataset.table)} samples; "
+            'check that the answers are from "gpt" or "assistant".'
+        )
     num_stages = model.num_pipeline_stages()
     num_replicas = dist.get_world_size() // num_stages
     sizes = BatchSizes.from_ds_config(ds_config, num_replicas)

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from transformers import AutoConfig
 
-from dflop_ds.config import BatchSizes, DflopConfig
+from dflop_ds.config import BatchSizes, DflopConfig, validate_for_pipeline
+from dflop_ds.cost.features import ENCODER_KINDS
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.data.collate import PackedCollator
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
@@ -66,7 +68,9 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
     config : DflopConfig
         Its ``"dflop"`` block.
     """
+    distributed.together(lambda: validate_for_pipeline(ds_config))
     distributed.together(config.require_training_inputs)
+    distributed.together(lambda: check_outputs(config))
     num_stages = distributed.together(lambda: resolve_stages(config, dist.get_world_size()))
     num_replicas = dist.get_world_size() // num_stages
     sizes = distributed.together(lambda: BatchSizes.from_ds_config(ds_config, num_replicas))
@@ -116,6 +120,34 @@ def profile_model(ds_config: dict[str, Any], config: DflopConfig) -> ProfileTabl
         dtype=costs.compute_dtype(ds_config),
         samples_per_bin=samples_per_bin,
     )
+
+
+def check_outputs(config: DflopConfig) -> None:
+    """Make sure, on rank 0, that everything the run will write can be written.
+
+    Raises
+    ------
+    ConfigError
+        Naming the key, before anything was computed.
+    """
+    if dist.get_rank() != 0:
+        return
+    wanted = {
+        "dflop.train.output_dir": Path(config.train.output_dir),
+        "dflop.telemetry.trace": config.telemetry.trace and Path(config.telemetry.trace).parent,
+        "dflop.telemetry.plan_log": config.telemetry.plan_log and Path(config.telemetry.plan_log).parent,
+    }
+    for key, folder in wanted.items():
+        if not folder:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{key} must be in a folder that can be written, found {error}; change it."
+            ) from error
 
 
 def resolve_stages(config: DflopConfig, world_size: int) -> int:
@@ -265,6 +297,9 @@ def _cost_model(
         expected,
         config=config,
         dims=ModelDims.from_hf_config(content),
+        # Without media the encoder has no work, and no times.
+        needed_kinds={plan.kind for plan in plans}
+        - (set() if dataset.table.encoder_inputs.any() else set(ENCODER_KINDS)),
     )
 
 

@@ -46,7 +46,19 @@ def impossible_cap(demo: dict[str, str], root: Path) -> dict[str, Any]:
     return ds_config(demo, root, {"scheduler": {"max_tokens_per_microbatch": 40}})
 
 
+def nothing_supervised(demo: dict[str, str], root: Path) -> dict[str, Any]:
+    records = [{"id": str(n), "conversations": [{"from": "human", "value": "Hello?"}]} for n in range(8)]
+    (root / "train.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    return ds_config(demo | {"train_path": str(root / "train.jsonl")}, root)
+
+
+def unwritable_trace(demo: dict[str, str], root: Path) -> dict[str, Any]:
+    return ds_config(demo, root, {"telemetry": {"trace": "/proc/nowhere/trace.json"}})
+
+
 ERRORS = {
+    nothing_supervised: ["supervised tokens", "found none in 8 samples"],
+    unwritable_trace: ["dflop.telemetry.trace", "/proc/nowhere"],
     broken_image: ["bad-one", "cut.jpg"],
     unknown_key: ["polcy", "policy"],
     zero_two: ["zero_optimization.stage", "0 or 1"],

@@ -128,6 +128,21 @@ def test_replicas_without_any_image(tiny_demo: Any, tmp_path: Path) -> None:
         optimizer.step()
 
 
+def test_own_microbatches_are_one_mean(tiny_demo: Any, reference: dict[str, Any], tmp_path: Path) -> None:
+    """The second global batch, binned unevenly by hand, gives the loss that the plan would give."""
+    second = EpochOrder(24, BATCH, seed=SEED).batch(1).positions.tolist()
+    bins = [second[:1], second[1:2], second[2:7], second[7:]]
+    block = {"parallel": {"pipeline_stages": 2}, "data": {"num_workers": 1}}
+    top = {"train_batch_size": BATCH, "gradient_clipping": CLIP, "optimizer": ADAM}
+    config = ds_config(demo_paths(tiny_demo), tmp_path, block, **top)
+    for rank in run_ranks("own_batches", {"config": config, "bins": bins}, tmp_path):
+        assert rank["planned"] == pytest.approx(reference["losses"][0], rel=1e-4)
+        assert rank["own"] == pytest.approx(reference["losses"][1], rel=1e-4)
+        # The plan goes on where it was: the second batch once more, now better known.
+        assert rank["again"] < rank["own"]
+        assert (rank["workers"], rank["left"]) == (1, 0)
+
+
 def test_same_seed_same_plans_and_every_sample_once(tiny_demo: Any, tmp_path: Path) -> None:
     """24 samples in batches of 10: two full steps and one of 4 samples per epoch."""
     block = {"train": {"output_dir": str(tmp_path / "shared"), "num_steps": 2}}

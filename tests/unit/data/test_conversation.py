@@ -146,7 +146,7 @@ def test_media_are_in_the_order_of_their_placeholders() -> None:
         (_record("hi", "ok", image=3), "'image' must be a path"),
         (_record("hi", "ok", image=[""]), "'image' must be a path"),
         (
-            {"conversations": [{"from": "gpt", "value": "hi"}], "image": "a.jpg"},
+            {"conversations": [{"from": "system", "value": "hi"}], "image": "a.jpg"},
             "human turn or a placeholder",
         ),
         (["no", "object"], "must be an object, found list"),
