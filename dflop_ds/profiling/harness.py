@@ -80,7 +80,7 @@ def profile_layers(
     activation_checkpointing : bool
         Backward then includes the second forward, as in training.
     budget_s : float
-        Stop after this many seconds, but not before 8 microbatches.
+        Stop after this many seconds, but not before 8 microbatches and two sizes of every layer kind.
     """
     layers = _one_of_each_kind(plans, device, dtype)
     timer = _LayerTimer(device, activation_checkpointing, loss_fn)
@@ -90,12 +90,23 @@ def profile_layers(
     for number, members in enumerate(
         tqdm(microbatches, desc="profiling layers", unit="shape", disable=not sys.stderr.isatty())
     ):
-        if number >= _FEWEST_SHAPES and time.perf_counter() - start_s > budget_s:
+        over = time.perf_counter() - start_s > budget_s
+        if over and number >= _FEWEST_SHAPES and _can_be_fitted(rows):
             logger.info("profiled %d of %d shapes within %.0f s", number, len(microbatches), budget_s)
             break
         samples = [light[int(probed.rows[row])] for row in members]
         rows += _profile_one(layers, timer, collate_fn(samples), probed, members, device, dtype)
     return rows
+
+
+def _can_be_fitted(rows: Sequence[ProfileRow]) -> bool:
+    """Whether every layer kind was timed at two sizes; rare media may take some microbatches to occur."""
+    sizes: dict[str, set[tuple[int, int]]] = {}
+    for row in rows:
+        sizes.setdefault(row.kind, set()).add((row.encoder_inputs, row.llm_tokens))
+    return all(len({size[0] for size in sizes[kind]}) > 1 for kind in ENCODER_KINDS if kind in sizes) and all(
+        len({size[1] for size in sizes[kind]}) > 1 for kind in sizes if kind not in ENCODER_KINDS
+    )
 
 
 def _one_of_each_kind(

@@ -3,7 +3,7 @@
 import os
 
 import numpy as np
-from tests.support.training import keep_gradients, report, start, worker_arguments
+from tests.support.training import keep_gradients, leave, report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])
@@ -16,3 +16,4 @@ np.savez(f"{arguments['out']}/grads{os.environ['RANK']}.npz", **{name: grad.nump
 bins = [list(members) for members in plans[0].bins]
 report(arguments, {"loss": float(loss), "bins": bins, "parts": list(setup.model.parts)})
 engine.destroy()
+leave()

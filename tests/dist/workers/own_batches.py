@@ -2,7 +2,7 @@
 
 import multiprocessing
 
-from tests.support.training import report, start, worker_arguments
+from tests.support.training import leave, report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])
@@ -15,3 +15,4 @@ workers = len(multiprocessing.active_children())
 engine.destroy()
 left = len(multiprocessing.active_children())
 report(arguments, {"planned": planned, "own": mine, "again": again, "workers": workers, "left": left})
+leave()

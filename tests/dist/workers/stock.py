@@ -3,7 +3,7 @@
 import deepspeed
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from tests.support.training import report, worker_arguments
+from tests.support.training import leave, report, worker_arguments
 
 import dflop_ds
 from dflop_ds.config import parse_dflop
@@ -29,3 +29,4 @@ for initialize in (dflop_ds.initialize, deepspeed.initialize):
     )
     losses.append([float(engine.train_batch()) for _ in range(2)])
 report(arguments, {"losses": losses, "types": types})
+leave()

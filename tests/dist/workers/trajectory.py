@@ -4,7 +4,7 @@ import collections
 import zlib
 
 import torch
-from tests.support.training import report, start, worker_arguments
+from tests.support.training import leave, report, start, worker_arguments
 
 from dflop_ds.models.layers import PipelineLayer
 from dflop_ds.runtime import compat
@@ -64,3 +64,4 @@ result["num_built"], result["parts"] = num_built, [int(part) for part in engine.
 result["dtype"] = str(next(engine.module.parameters()).dtype)
 report(arguments, result)
 engine.destroy()
+leave()
