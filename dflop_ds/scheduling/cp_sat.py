@@ -39,6 +39,8 @@ _ROUNDS_PER_BIN = 2
 _MOST_DESCENT_ROUNDS = 256
 _POLISH_ROUNDS = 128
 _SWEEPS = 64
+_LEAST_SWEEPS = 4
+_SWEEP_ENTRY_S = 3e-8
 _SOLVED = (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 
@@ -196,13 +198,23 @@ def _improve_once(
     if problem.num_samples <= _EXACT_SAMPLES and problem.num_bins <= _EXACT_BINS:
         failure, optimal = _solve_exactly(state, budget, random_seed)
     else:
-        state = BinLoads(problem, sweep(problem, bin_of, _SWEEPS, random_seed, end_s=budget.end_s))
+        rounds = _affordable_sweeps(problem, budget)
+        state = BinLoads(problem, sweep(problem, bin_of, rounds, random_seed, end_s=budget.end_s))
         failure = _search(state, budget, bound_s, np.random.default_rng(random_seed))
     if failure is not None:
         return _Found(bin_of, failure)
     if not optimal and budget.wall_left_s > 0.0:
         descend(state, _POLISH_ROUNDS)
     return _Found(state.bin_of, None, optimal)
+
+
+def _affordable_sweeps(problem: Problem, budget: _Budget) -> int:
+    """Sweeps for at most half the budget, by a fixed estimate, which they are charged."""
+    pairs = problem.num_bins // 2 * (1 + 2 * problem.num_samples // problem.num_bins) ** 2
+    each_s = _SWEEP_ENTRY_S * max(1, pairs) * (problem.num_modules + problem.num_caps)
+    rounds = max(_LEAST_SWEEPS, min(_SWEEPS, int(0.5 * budget.left_s / each_s)))
+    budget.left_s -= rounds * each_s
+    return rounds
 
 
 def _solve_exactly(state: BinLoads, budget: _Budget, random_seed: int) -> tuple[str | None, bool]:
