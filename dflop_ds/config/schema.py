@@ -186,6 +186,14 @@ class SchedulerConfig(_Block):
         gt=0,
         description="Longest wait for a solution, in seconds; after it the step uses the lpt assignment.",
     )
+    solver: Literal["process", "thread"] = Field(
+        default="process",
+        description="Where cp_sat runs. process: beside rank 0, replaced when it crashes or hangs. thread: "
+        "inside rank 0, where it shares Python's lock with training.",
+    )
+    num_workers: PositiveInt = Field(
+        default=1, description="Searches that cp_sat runs at the same time, one core each (count)."
+    )
     order: bool = Field(
         default=True,
         description="Make and run smaller microbatches first and last where simulation says that this "

@@ -134,6 +134,7 @@ class DflopPipelineEngine(PipelineEngine):
             deadline_s=config.scheduler.deadline_s,
             replica=replica,
             on_plan=self._plan_log(),
+            in_process=config.scheduler.solver == "process",
         )
         if not (self.is_first_stage() or self.is_last_stage()):
             return

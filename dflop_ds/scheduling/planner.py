@@ -79,6 +79,8 @@ class StepPlanner:
     seed : int
     min_gain : float
         Least predicted gain over the data-blind order, a share of its step time, at which it is left.
+    num_workers : int
+        Searches that run at the same time.
     """
 
     table: ShapeTable
@@ -96,6 +98,7 @@ class StepPlanner:
     deterministic_time_s: float = 0.1
     seed: int = 0
     min_gain: float = 0.0
+    num_workers: int = 1
 
     def plan(self, step: int) -> PlannedStep:
         """Plan of optimizer step ``step``, by the configured policy."""
@@ -171,6 +174,7 @@ class StepPlanner:
             min_gain=self.min_gain,
             deterministic_time_s=self.deterministic_time_s,
             seed=self.seed,
+            num_workers=self.num_workers,
         )
         return schedule(problem, times[0], times[1], effort)
 
