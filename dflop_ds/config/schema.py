@@ -191,7 +191,7 @@ class SchedulerConfig(_Block):
         description="Where cp_sat runs. process: beside rank 0, replaced when it crashes or hangs. thread: "
         "inside rank 0, where it shares Python's lock with training.",
     )
-    num_workers: PositiveInt = Field(
+    solver_workers: PositiveInt = Field(
         default=1, description="Searches that cp_sat runs at the same time, one core each (count)."
     )
     order: bool = Field(

@@ -146,7 +146,7 @@ def make_data_plan(
         deterministic_time_s=config.scheduler.deterministic_time_s,
         seed=config.seed,
         min_gain=config.scheduler.min_gain,
-        num_workers=config.scheduler.num_workers,
+        num_workers=config.scheduler.solver_workers,
     )
     return DataPlan(config, planner)
 

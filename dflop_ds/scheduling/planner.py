@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ class PlannedStep:
         The predicted gain was below `min_gain`, so the data-blind order was kept.
     bin_costs_s : tuple of float
         Predicted seconds of each bin of the plan in its slowest stage; empty without costs.
+    limits : dict
+        For each hard limit its "cap" and what each bin has "used".
     """
 
     plan: StepPlan
@@ -49,6 +51,7 @@ class PlannedStep:
     blind_makespan_s: float | None = None
     kept_blind: bool = False
     bin_costs_s: tuple[float, ...] = ()
+    limits: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +138,9 @@ class StepPlanner:
             bins=members,
             num_terms=self._num_terms(batch),
         )
+        limits = _used_limits(problem, found)
         if self.costs is None:
-            return PlannedStep(plan, batch, found.solution)
+            return PlannedStep(plan, batch, found.solution, limits=limits)
         bin_costs_s = bin_loads_s(problem, found.assignment).max(axis=1).tolist()
         return PlannedStep(
             plan,
@@ -146,6 +150,7 @@ class StepPlanner:
             found.blind_makespan_s,
             found.kept_blind,
             tuple(bin_costs_s),
+            limits,
         )
 
     def _solve(self, batch: GlobalBatch, policy: str) -> tuple[Problem, Schedule]:
@@ -226,3 +231,12 @@ class StepPlanner:
     def _num_terms(self, batch: GlobalBatch) -> int:
         targets = self.table.target_tokens[batch.positions]
         return int(targets.sum()) if self.reduction == "token" else int((targets > 0).sum())
+
+
+def _used_limits(problem: Problem, found: Schedule) -> dict[str, dict[str, Any]]:
+    used = np.zeros((problem.num_bins, problem.num_caps), dtype=np.int64)
+    np.add.at(used, found.assignment.bin_of(), problem.sizes)
+    return {
+        name: {"cap": int(cap), "used": column.tolist()}
+        for name, cap, column in zip(problem.cap_names, problem.caps, used.T, strict=True)
+    }
