@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_workers=arguments.num_workers,
     )
     blind = schedule(
-        dataclasses.replace(problem, sizes=np.zeros((len(table), 0), dtype=np.int64), caps=(), cap_names=()),
+        Problem(problem.costs_s, problem.num_replicas, problem.num_microbatches),
         costs.forward_s,
         costs.backward_s,
         dataclasses.replace(effort, policy="blind"),
