@@ -77,18 +77,18 @@ class PlanFeed:
         self.replica = replica
         self.stats = FeedStats()
         self._on_plan = on_plan
-        self._solver: SolverProcess | None = None
+        self.solver: SolverProcess | None = None
         self._service: PlanService[PlannedStep] | None = None
         if planner is not None and dist.get_rank() == 0:
             if in_process and planner.policy == "cp_sat":
                 hang_after_s = max(_LEAST_HANG_S, _HANG_DEADLINES * deadline_s)
-                self._solver = SolverProcess(planner, hang_after_s=hang_after_s)
+                self.solver = SolverProcess(planner, hang_after_s=hang_after_s)
             self._service = PlanService(
-                planner.plan if self._solver is None else self._solver.plan,
+                planner.plan if self.solver is None else self.solver.plan,
                 planner.fallback,
                 lookahead=lookahead + 1,
                 deadline_s=deadline_s,
-                startup_s=0.0 if self._solver is None else _STARTUP_S,
+                startup_s=0.0 if self.solver is None else _STARTUP_S,
             )
         self._next_broadcast = 0
         self._said_blind = False
@@ -134,8 +134,8 @@ class PlanFeed:
 
     def close(self) -> None:
         """Stop planning; harmless when called again."""
-        if self._solver is not None:
-            self._solver.close()
+        if self.solver is not None:
+            self.solver.close()
         if self._service is not None:
             self._service.close()
 
