@@ -203,8 +203,8 @@ def _improve_once(
         failure = _search(state, budget, bound_s, np.random.default_rng(random_seed))
     if failure is not None:
         return _Found(bin_of, failure)
-    if not optimal and budget.wall_left_s > 0.0:
-        descend(state, _POLISH_ROUNDS)
+    if not optimal:
+        descend(state, _POLISH_ROUNDS, end_s=budget.end_s)
     return _Found(state.bin_of, None, optimal)
 
 
@@ -240,9 +240,9 @@ def _solve_exactly(state: BinLoads, budget: _Budget, random_seed: int) -> tuple[
 
 def _search(state: BinLoads, budget: _Budget, bound_s: float, rng: np.random.Generator) -> str | None:
     """Re-solve the fullest bin with others until the budget ends or nothing helps, in place."""
-    if budget.wall_left_s > 0.0:
-        descend(state, min(_MOST_DESCENT_ROUNDS, _ROUNDS_PER_BIN * state.problem.num_bins))
-    num_stalled, num_solved, status = 0, 0, "nothing"
+    rounds = min(_MOST_DESCENT_ROUNDS, _ROUNDS_PER_BIN * state.problem.num_bins)
+    descend(state, rounds, end_s=budget.end_s)
+    num_stalled, num_solved, status = 0, 0, ""
     while not budget.spent and num_stalled < _MAX_STALLED:
         peaks_s = state.loads_s.max(axis=1)
         if peaks_s.max() <= bound_s * _ENOUGH_RATIO:
@@ -256,8 +256,8 @@ def _search(state: BinLoads, budget: _Budget, bound_s: float, rng: np.random.Gen
         improved = places is not None and _accept(state, samples, bins[places])
         num_solved += places is not None
         num_stalled = 0 if improved else num_stalled + 1
-    if num_solved or budget.wall_left_s <= 0.0:
-        return None
+    if num_solved or not status or budget.wall_left_s <= 0.0:
+        return None  # without an attempt the sweeps have used the budget
     return f"CP-SAT returned {status} for every neighbourhood"
 
 

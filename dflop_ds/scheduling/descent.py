@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import numpy as np
 
@@ -147,7 +148,7 @@ def _lower_squares(state: BinLoads, source: int) -> bool:
     return True
 
 
-def descend(state: BinLoads, max_rounds: int) -> None:
+def descend(state: BinLoads, max_rounds: int, *, end_s: float = np.inf) -> None:
     """Improve `state` in place by moves and swaps.
 
     First the largest load is lowered; when no exchange with the fullest bin lowers it, the sum of
@@ -160,14 +161,16 @@ def descend(state: BinLoads, max_rounds: int) -> None:
         Changed in place.
     max_rounds : int
         Most neighbourhoods to search, of one bin with all others; half of them may go to the largest load.
+    end_s : float
+        Time on `time.perf_counter` after which no further one is searched.
     """
     if state.problem.num_samples == 0 or state.problem.num_bins == 1:
         return
     rounds = 0
-    while rounds < (max_rounds + 1) // 2 and _lower_peak(state):
+    while rounds < (max_rounds + 1) // 2 and time.perf_counter() < end_s and _lower_peak(state):
         rounds += 1
     settled = np.zeros(state.problem.num_bins, dtype=np.bool_)
-    while rounds < max_rounds and not settled.all():
+    while rounds < max_rounds and time.perf_counter() < end_s and not settled.all():
         module = rounds % state.problem.num_modules
         source = int(np.where(settled, -1.0, state.loads_s[:, module]).argmax())
         settled[source] = not _lower_squares(state, source)

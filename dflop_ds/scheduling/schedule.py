@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from dflop_ds.errors import InfeasibleError, SchedulingError
-from dflop_ds.scheduling.ordering import order_bins, step_makespan_s
+from dflop_ds.scheduling.ordering import MAX_ROUNDS, order_bins, step_makespan_s
 from dflop_ds.scheduling.problem import Assignment, FloatArray, Problem, Solution
 from dflop_ds.scheduling.ramp import ramp_weights
 from dflop_ds.scheduling.solve import solve
@@ -84,8 +84,8 @@ class _Task:
     backward_s: FloatArray
     effort: Effort
 
-    def solved(self, policy: str, weights: tuple[float, ...]) -> Schedule:
-        """Solve for these weights, put the bins into order, simulate."""
+    def solved(self, policy: str, weights: tuple[float, ...], *, swaps: bool = True) -> Schedule:
+        """Solve for these weights, put the bins into order, without `swaps` a simple one, simulate."""
         effort, problem = self.effort, self.problem
         if weights != (1.0,) * problem.num_microbatches:
             problem = dataclasses.replace(problem, bin_weights=np.tile(weights, problem.num_replicas))
@@ -107,6 +107,7 @@ class _Task:
                 backward_s=self.backward_s,
                 num_replicas=problem.num_replicas,
                 num_microbatches=problem.num_microbatches,
+                max_rounds=MAX_ROUNDS if swaps else 0,
             )
         makespan_s = step_makespan_s(
             assignment,
@@ -138,24 +139,36 @@ def schedule(problem: Problem, forward_s: FloatArray, backward_s: FloatArray, ef
     SchedulingError, InfeasibleError
         As in :func:`dflop_ds.scheduling.solve.solve`.
     """
-    task = _Task(problem, forward_s, backward_s, effort)
+    task = _Task(_distinct_modules(problem), forward_s, backward_s, effort)
     flat = (1.0,) * problem.num_microbatches
     if effort.policy == "blind":
         blind = task.solved("blind", flat)
         return dataclasses.replace(blind, blind_makespan_s=blind.makespan_s)
-    best = task.solved("lpt", flat)
+    best = task.solved("lpt", flat, swaps=False)
     if effort.order:
-        best = min([best, *(task.solved("lpt", weights) for weights in _ramps(task))], key=_makespan)
-    if effort.policy == "cp_sat":
+        ramps = [task.solved("lpt", weights, swaps=False) for weights in _ramps(task)]
+        best = min([best, *ramps], key=_makespan)
+    if effort.policy == "lpt":
+        best = task.solved("lpt", best.weights)
+    else:
         searched = task.solved("cp_sat", best.weights)
         if not effort.order or searched.makespan_s <= best.makespan_s * (1.0 + _RELATIVE_GAIN):
             best = searched
         else:
             reason = searched.solution.fallback_reason
+            best = task.solved("lpt", best.weights)
             best = dataclasses.replace(
                 best, solution=dataclasses.replace(best.solution, fallback_reason=reason)
             )
     return _unless_not_worth_it(task, best)
+
+
+def _distinct_modules(problem: Problem) -> Problem:
+    """Without modules that cost every sample what another one does: they bind no bin further."""
+    if problem.grouped_modules:
+        return problem
+    _, first = np.unique(problem.costs_s, axis=1, return_index=True)
+    return dataclasses.replace(problem, costs_s=problem.costs_s[:, np.sort(first)])
 
 
 def _makespan(found: Schedule) -> float:

@@ -139,7 +139,7 @@ def test_cp_sat_improves_a_poor_seed_within_caps():
 
 
 def test_neighbourhoods_alone_lower_the_largest_bin(monkeypatch):
-    monkeypatch.setattr(cp_sat, "descend", lambda state, rounds: None)
+    monkeypatch.setattr(cp_sat, "descend", lambda *arguments, **options: None)
     problem = Problem(_lognormal(80, 1, sigma=0.8), 1, 10)
     seed = solve_blind(problem)
     result = cp_sat.improve(problem, seed, deterministic_time_s=0.5)
@@ -149,7 +149,7 @@ def test_neighbourhoods_alone_lower_the_largest_bin(monkeypatch):
 
 
 def test_bins_with_many_samples_are_searched_in_part(monkeypatch):
-    monkeypatch.setattr(cp_sat, "descend", lambda state, rounds: None)
+    monkeypatch.setattr(cp_sat, "descend", lambda *arguments, **options: None)
     problem = Problem(_lognormal(400, 2), 1, 3)
     seed = solve_blind(problem)
     result = cp_sat.improve(problem, seed, deterministic_time_s=0.3)
