@@ -28,7 +28,7 @@ from dflop_ds.simulation.pipeline import simulate_1f1b
 SCHEMA_VERSION = 1
 NUM_MICROBATCHES = 16
 STAGES = (2, 4, 8)
-SIZES = ((512, 64), (2048, 256), (8192, 1024))
+SIZES = ((512, 64), (128, 16), (2048, 256), (8192, 1024))
 MAX_QUADRATIC_SAMPLES = 2048
 METHODS = (
     "random",
@@ -74,7 +74,7 @@ def main() -> int:
     cases = []
     for num_samples, num_bins in sizes:
         for family in families:
-            if num_samples > 512 and family not in ("mixed", "trace") and args.num_samples is None:
+            if num_samples != 512 and family not in ("mixed", "trace") and args.num_samples is None:
                 continue
             case = run_case(family, num_samples, num_bins, args)
             print_case(case)
