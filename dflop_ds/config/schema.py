@@ -188,8 +188,25 @@ class SchedulerConfig(_Block):
         le=3600,
         description="Longest wait for a solution, in seconds; after it the step uses the lpt assignment.",
     )
+    solver: Literal["process", "thread"] = Field(
+        default="process",
+        description="Where cp_sat runs. process: beside rank 0, replaced when it crashes or hangs. thread: "
+        "inside rank 0, where it shares Python's lock with training.",
+    )
+    solver_workers: PositiveInt = Field(
+        default=1, description="Searches that cp_sat runs at the same time, one core each (count)."
+    )
     order: bool = Field(
-        default=True, description="Run smaller microbatches first and last, which shortens a step."
+        default=True,
+        description="Make and run smaller microbatches first and last where simulation says that this "
+        "shortens a step.",
+    )
+    min_gain: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Least predicted gain over the data-blind order, as a share of its step time (0.02 is "
+        "2 %). Below it a step keeps the data-blind order.",
     )
 
 

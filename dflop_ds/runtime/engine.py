@@ -64,6 +64,7 @@ class DflopPipelineEngine(PipelineEngine):
     def __init__(self, *args: Any, data_plan: DataPlan | None = None, **kwargs: Any) -> None:
         self.data_plan = data_plan
         self.feed: PlanFeed | None = None
+        self._log: PlanLog | None = None
         self._loader: DflopDataLoader | None = None
         self._label_tags: dict[int, torch.Tensor] = {}
         super().__init__(*args, **kwargs)
@@ -95,7 +96,12 @@ class DflopPipelineEngine(PipelineEngine):
         compat.set_num_microbatches(self, plan.num_microbatches)
         if self._loader is not None:
             self._loader.expect(plan.replica_bins(self.feed.replica), plan.loss_scale)
-        return self._timed_step(None)
+        loss = self._timed_step(None)
+        if self._log is not None and self.telemetry is not None:
+            self._log.append_measured(
+                plan.step, self.telemetry.steps[-1], stage=self.stage_id, replica=self.feed.replica
+            )
+        return loss
 
     def evaluate(self, dataset: Dataset[Any], max_batches: int | None = None) -> float:
         """Mean loss over a data set; may be called between training steps.
@@ -117,9 +123,12 @@ class DflopPipelineEngine(PipelineEngine):
             self._loader.close()
         super().destroy()
 
-    def _plan_log(self) -> Callable[[PlannedStep], None] | None:
-        path = self.data_plan.config.telemetry.plan_log if self.data_plan is not None else None
-        return PlanLog(Path(path)).append if path is not None and self.global_rank == 0 else None
+    def _open_log(self, planner: StepPlanner, path: str | None) -> Callable[[PlannedStep], None] | None:
+        if path is None or self.global_rank != 0:
+            return None
+        names = dict(zip(planner.rows.tolist(), planner.table.sample_ids, strict=True))
+        self._log = PlanLog(Path(path), names)
+        return self._log.append
 
     def _wants_telemetry(self) -> bool:
         return self.data_plan is not None and self.data_plan.config.telemetry.enabled
@@ -162,7 +171,8 @@ class DflopPipelineEngine(PipelineEngine):
             lookahead=config.scheduler.lookahead,
             deadline_s=config.scheduler.deadline_s,
             replica=replica,
-            on_plan=self._plan_log(),
+            on_plan=self._open_log(planner, config.telemetry.plan_log),
+            in_process=config.scheduler.solver == "process",
         )
         if not (self.is_first_stage() or self.is_last_stage()):
             return

@@ -15,9 +15,14 @@ from dflop_ds.errors import DflopError, PlanError
 from dflop_ds.runtime import distributed
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
+from dflop_ds.scheduling.process import SolverProcess
 from dflop_ds.scheduling.service import PlanService
 
 logger = logging.getLogger(__name__)
+
+_STARTUP_S = 20.0
+_LEAST_HANG_S = 30.0
+_HANG_DEADLINES = 20.0
 
 
 @dataclasses.dataclass
@@ -54,6 +59,8 @@ class PlanFeed:
         Data-parallel replica of this rank.
     on_plan : callable, optional
         Told of every plan on rank 0, in the order of the steps.
+    in_process : bool
+        Let rank 0 solve in a process of its own where the policy is "cp_sat", not in a thread.
     """
 
     def __init__(
@@ -64,17 +71,27 @@ class PlanFeed:
         deadline_s: float,
         replica: int,
         on_plan: Callable[[PlannedStep], None] | None = None,
+        in_process: bool = False,
     ) -> None:
         self.lookahead = lookahead
         self.replica = replica
         self.stats = FeedStats()
         self._on_plan = on_plan
+        self.solver: SolverProcess | None = None
         self._service: PlanService[PlannedStep] | None = None
         if planner is not None and dist.get_rank() == 0:
+            if in_process and planner.policy == "cp_sat":
+                hang_after_s = max(_LEAST_HANG_S, _HANG_DEADLINES * deadline_s)
+                self.solver = SolverProcess(planner, hang_after_s=hang_after_s)
             self._service = PlanService(
-                planner.plan, planner.fallback, lookahead=lookahead + 1, deadline_s=deadline_s
+                planner.plan if self.solver is None else self.solver.plan,
+                planner.fallback,
+                lookahead=lookahead + 1,
+                deadline_s=deadline_s,
+                startup_s=0.0 if self.solver is None else _STARTUP_S,
             )
         self._next_broadcast = 0
+        self._said_blind = False
         self._plans: collections.deque[StepPlan] = collections.deque()
         self._bins: collections.deque[tuple[int, ...]] = collections.deque()
         for _ in range(lookahead + 1):
@@ -117,6 +134,8 @@ class PlanFeed:
 
     def close(self) -> None:
         """Stop planning; harmless when called again."""
+        if self.solver is not None:
+            self.solver.close()
         if self._service is not None:
             self._service.close()
 
@@ -138,6 +157,13 @@ class PlanFeed:
         result = self._service.get(step)
         if result.fallback_reason is not None:
             logger.warning("step %d is planned by LPT: %s", step, result.fallback_reason)
+        if result.value.kept_blind and not self._said_blind:
+            self._said_blind = True
+            logger.info(
+                "step %d keeps the data-blind order, as little is gained by another "
+                "(dflop.scheduler.min_gain); further such steps are in the plan log only",
+                step,
+            )
         if self._on_plan is not None:
             self._on_plan(result.value)
         return result.value.plan.encode().tobytes()

@@ -150,6 +150,8 @@ def make_data_plan(
         reorder=config.scheduler.order,
         deterministic_time_s=config.scheduler.deterministic_time_s,
         seed=config.seed,
+        min_gain=config.scheduler.min_gain,
+        num_workers=config.scheduler.solver_workers,
     )
     return DataPlan(config, planner)
 

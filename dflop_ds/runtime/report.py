@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
 
 from dflop_ds.config import DflopConfig
-from dflop_ds.runtime.telemetry import gather_steps, trace_events
-from dflop_ds.scheduling.plan import SCHEMA_VERSION
+from dflop_ds.runtime.telemetry import StepRecord, gather_steps, trace_events
+from dflop_ds.scheduling.plan_log import measured_line, plan_line
 from dflop_ds.scheduling.planner import PlannedStep
 from dflop_ds.simulation.trace import write_trace
 
@@ -57,23 +58,41 @@ def write_step_trace(engine: Any, path: Path, step: int | None = None) -> None:
 
 
 class PlanLog:
-    """One JSON line per planned step: samples by bin and how the solver did.
+    """One JSON line per planned step, and one per step that ran; see :mod:`dflop_ds.scheduling.plan_log`.
 
     Parameters
     ----------
     path : Path
         Written anew.
+    names : mapping of int to str
+        Sample id of each data set index.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, names: Mapping[int, str]) -> None:
         self.path = path
+        self._names = names
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("", encoding="utf-8")
 
     def append(self, planned: PlannedStep) -> None:
         """Add the plan of one step."""
-        solution = dataclasses.asdict(planned.solution)
-        solution.pop("assignment")
-        line = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(planned.plan), "solution": solution}
+        self._write(plan_line(planned, self._names))
+
+    def append_measured(self, step: int, record: StepRecord, *, stage: int, replica: int) -> None:
+        """Add what this rank measured of one step."""
+        times_s: collections.defaultdict[int, float] = collections.defaultdict(float)
+        for instruction in record.compute():
+            times_s[instruction.microbatch] += instruction.duration_s
+        self._write(
+            measured_line(
+                step,
+                stage=stage,
+                replica=replica,
+                step_time_s=record.duration_s,
+                microbatch_s=[times_s[index] for index in sorted(times_s)],
+            )
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -16,7 +16,8 @@ from dflop_ds.scheduling.problem import Assignment, FloatArray, IntArray
 from dflop_ds.simulation.pipeline import makespans_1f1b
 
 _MAX_SWAPS = 128
-_MAX_ROUNDS = 6
+_MAX_SLOWEST = 8
+MAX_ROUNDS = 6
 _RELATIVE_GAIN = 1e-9
 
 
@@ -49,6 +50,7 @@ def order_bins(
     num_replicas: int,
     num_microbatches: int,
     send_s: float = 0.0,
+    max_rounds: int = MAX_ROUNDS,
 ) -> Assignment:
     """Choose the replica and position of every bin for the shortest simulated step.
 
@@ -65,6 +67,8 @@ def order_bins(
     num_replicas, num_microbatches : int
     send_s : float
         Seconds from one stage to the next.
+    max_rounds : int
+        Most rounds of swaps.
 
     Returns
     -------
@@ -88,10 +92,35 @@ def order_bins(
     original_s = float(bins.makespans_s(given).max())
     starts = [_best_candidates(bins, replicas) for replicas in (given, _even_replicas(bins, given.shape))]
     orders, makespans_s = min(starts, key=lambda start: (start[1].max(), start[1].sum()))
-    orders, makespans_s = _swap_descent(bins, orders, makespans_s)
+    orders, makespans_s = _swap_descent(bins, orders, makespans_s, max_rounds)
     if makespans_s.max() >= original_s * (1.0 - _RELATIVE_GAIN):
         return assignment
     return Assignment(tuple(assignment.bins[index] for index in orders.ravel()))
+
+
+def step_makespan_s(
+    assignment: Assignment,
+    *,
+    forward_s: npt.ArrayLike,
+    backward_s: npt.ArrayLike,
+    num_replicas: int,
+    num_microbatches: int,
+    replica_speeds: npt.ArrayLike = (),
+) -> float:
+    """Simulated seconds of the slowest replica, bins in the given order.
+
+    Parameters
+    ----------
+    assignment, forward_s, backward_s, num_replicas, num_microbatches
+        As in :func:`order_bins`.
+    replica_speeds : array_like, shape (num_replicas,)
+        Times of a replica are divided by its speed. Empty: all 1.
+    """
+    bins = _Bins(_bin_times_s(assignment, forward_s), _bin_times_s(assignment, backward_s), 0.0)
+    orders = np.arange(num_replicas * num_microbatches).reshape(num_replicas, num_microbatches)
+    makespans_s = bins.makespans_s(orders)
+    speeds = np.asarray(replica_speeds, dtype=np.float64)
+    return float((makespans_s / speeds if speeds.size else makespans_s).max())
 
 
 def _bin_times_s(assignment: Assignment, times_s: npt.ArrayLike) -> FloatArray:
@@ -140,23 +169,28 @@ def _swap_positions(num_microbatches: int) -> IntArray:
     return np.stack([first[chosen], second[chosen]], axis=1)
 
 
-def _swap_descent(bins: _Bins, orders: IntArray, makespans_s: FloatArray) -> tuple[IntArray, FloatArray]:
-    """Apply the best swap of each replica until none shortens its makespan."""
-    num_replicas, num_microbatches = orders.shape
+def _swap_descent(
+    bins: _Bins, orders: IntArray, makespans_s: FloatArray, max_rounds: int
+) -> tuple[IntArray, FloatArray]:
+    """Apply the best swap of each of the slowest replicas until none shortens its makespan."""
+    num_microbatches = orders.shape[1]
     pairs = _swap_positions(num_microbatches)
     if len(pairs) == 0:
         return orders, makespans_s
     swaps = np.tile(np.arange(num_microbatches), (len(pairs), 1))
     rows = np.arange(len(pairs))
     swaps[rows, pairs[:, 0]], swaps[rows, pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
-    replicas = np.arange(num_replicas)
-    for _ in range(_MAX_ROUNDS):
-        tried_s = bins.makespans_s(orders[:, swaps])
+    orders, makespans_s = orders.copy(), makespans_s.copy()
+    for _ in range(max_rounds):
+        # The slowest replicas decide the step; the others need not be quicker.
+        slowest = np.argsort(-makespans_s, kind="stable")[:_MAX_SLOWEST]
+        tried_s = bins.makespans_s(orders[slowest][:, swaps])
         best = tried_s.argmin(axis=1)
-        better = tried_s[replicas, best] < makespans_s * (1.0 - _RELATIVE_GAIN)
+        least_s = tried_s.min(axis=1)
+        better = least_s < makespans_s[slowest] * (1.0 - _RELATIVE_GAIN)
         if not better.any():
             break
-        swapped = np.take_along_axis(orders, swaps[best], axis=1)
-        orders = np.where(better[:, None], swapped, orders)
-        makespans_s = np.where(better, tried_s[replicas, best], makespans_s)
+        improved = slowest[better]
+        orders[improved] = np.take_along_axis(orders[improved], swaps[best[better]], axis=1)
+        makespans_s[improved] = least_s[better]
     return orders, makespans_s

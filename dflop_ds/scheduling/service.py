@@ -1,4 +1,4 @@
-"""Planning ahead of time in a background thread."""
+"""Planning ahead of time in a background thread, which may itself ask another process."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLOSE_WAIT_S = 5.0
+_PATIENCE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,10 @@ class _Worker(Generic[T]):
             self.changed.notify_all()
             self.changed.wait_for(lambda: step in self.outcomes or self.closed, timeout=deadline_s)
             self._oldest = step + 1
-            return self.outcomes.pop(step, None)
+            outcome = self.outcomes.pop(step, None)
+            if outcome is None:  # too late for this step, and perhaps for the next: catch up beyond them
+                self._next_step = max(self._next_step, step + max(1, self._lookahead))
+            return outcome
 
     def stop(self) -> None:
         """End the thread; one that is still computing is left behind, its result discarded."""
@@ -129,7 +133,8 @@ class PlanService(Generic[T]):
     """Compute plans ahead of the steps that need them.
 
     One daemon thread runs `plan_fn` for the coming steps. A plan that is late or failed is replaced by
-    `fallback_fn` in the caller's thread, so training waits at most `deadline_s` plus the fallback.
+    `fallback_fn` in the caller's thread, so training waits at most `deadline_s` plus the fallback. After
+    two late plans in a row nobody waits any more until a plan is ready in time again.
 
     Parameters
     ----------
@@ -143,6 +148,8 @@ class PlanService(Generic[T]):
         Longest wait for the background, seconds.
     first_step : int
         Step at which planning starts, before any is asked for.
+    startup_s : float
+        Longer wait for the first plan, seconds: training has not begun, and a process may have to start.
 
     Raises
     ------
@@ -158,14 +165,17 @@ class PlanService(Generic[T]):
         deadline_s: float = 1.0,
         *,
         first_step: int = 0,
+        startup_s: float = 0.0,
     ) -> None:
-        if lookahead < 0 or not 0 <= deadline_s <= threading.TIMEOUT_MAX:
+        if lookahead < 0 or not 0 <= deadline_s <= threading.TIMEOUT_MAX - startup_s:
             raise SchedulingError(
                 f"lookahead and deadline_s must be finite and not negative, found {lookahead} and "
                 f"{deadline_s}. Correct the configuration."
             )
         self._fallback_fn = fallback_fn
         self._deadline_s = deadline_s
+        self._startup_s = startup_s
+        self._num_late = 0
         self._last_step = first_step - 1
         self._totals = PlanStats()
         self._worker: _Worker[T] = _Worker(plan_fn, first_step, lookahead)
@@ -198,10 +208,13 @@ class PlanService(Generic[T]):
             )
         self._last_step = step
         started_s = time.perf_counter()
-        outcome = self._worker.take(step, self._deadline_s)
+        deadline_s = 0.0 if self._num_late >= _PATIENCE else self._deadline_s + self._startup_s
+        self._startup_s = 0.0
+        outcome = self._worker.take(step, deadline_s)
+        self._num_late = self._num_late + 1 if outcome is None else 0
         reason: str | None = None
         if outcome is None:
-            reason = f"the plan was not ready within {self._deadline_s} s"
+            reason = f"the plan was not ready within {deadline_s} s"
         elif outcome.error is not None:
             reason = f"planning raised {type(outcome.error).__name__}: {outcome.error}"
         if outcome is not None and outcome.error is None:

@@ -15,6 +15,8 @@ import pytest
 from tests.support.ranks import free_port
 from tests.support.training import demo_paths, ds_config
 
+from dflop_ds.scheduling.plan_log import audit, read_plan_log
+
 pytestmark = pytest.mark.dist
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
@@ -71,6 +73,10 @@ def test_one_node_and_two_nodes(tiny_demo: Any, tmp_path: Path) -> None:
     assert (one / "checkpoints" / "latest").read_text() == "global_step3"
     plans = [json.loads(line) for line in (one / "plans.jsonl").read_text().splitlines()]
     assert sorted(i for plan in plans[:3] for members in plan["bins"] for i in members) == list(range(24))
+    logged = read_plan_log(one / "plans.jsonl")
+    assert audit(logged).problems == ()
+    assert [len(step.measured[0]["microbatch_s"]) for step in logged[:3]] == [4] * 3
+    assert all(len(step.line["bin_costs_s"]) == len(step.plan.bins) for step in logged)
     events = json.loads((one / "trace.json").read_text())["traceEvents"]
     passes = [event for event in events if event.get("name", "").startswith(("ForwardPass", "BackwardPass"))]
     assert len(passes) == 2 * 2 * 4  # stages x passes x microbatches
