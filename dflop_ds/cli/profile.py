@@ -24,8 +24,9 @@ def run(arguments: argparse.Namespace) -> int:
     from dflop_ds.runtime.setup import profile_model  # imports torch and DeepSpeed
 
     ds_config = load_ds_config(arguments.config)
-    table = profile_model(ds_config, parse_dflop(ds_config))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    partial = arguments.out.with_name(arguments.out.name + ".partial.jsonl")
+    table = profile_model(ds_config, parse_dflop(ds_config), partial)
     table.save(arguments.out)
     print(f"wrote {len(table)} layer timings of {table.fingerprint.hardware} to {arguments.out}")
     return 0

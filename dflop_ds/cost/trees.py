@@ -178,7 +178,12 @@ class TreeEnsemble:
             node = following
 
 
-def fit_residual_trees(matrix: FloatArray, log_residual: FloatArray) -> TreeEnsemble:
+def fit_residual_trees(
+    matrix: FloatArray,
+    log_residual: FloatArray,
+    weights: FloatArray | None = None,
+    num_trees: int = _NUM_TREES,
+) -> TreeEnsemble:
     """Fit boosted trees, non-decreasing in every feature, and export them.
 
     The prior is non-decreasing too, so the product of prior and residual is. The sum is clipped to the
@@ -190,6 +195,9 @@ def fit_residual_trees(matrix: FloatArray, log_residual: FloatArray) -> TreeEnse
         Features of a layer kind.
     log_residual : ndarray, shape (n,)
         Natural logarithm of measured over prior time.
+    weights : ndarray, shape (n,), optional
+        Of the squared errors; equal by default.
+    num_trees : int
 
     Raises
     ------
@@ -205,7 +213,7 @@ def fit_residual_trees(matrix: FloatArray, log_residual: FloatArray) -> TreeEnse
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     regressor = HistGradientBoostingRegressor(
-        max_iter=_NUM_TREES,
+        max_iter=num_trees,
         learning_rate=_LEARNING_RATE,
         max_leaf_nodes=_MAX_LEAVES,
         max_depth=_MAX_DEPTH,
@@ -217,7 +225,7 @@ def fit_residual_trees(matrix: FloatArray, log_residual: FloatArray) -> TreeEnse
     # A profile has hundreds of rows: OpenMP threads would only wait for each other, many times longer
     # than the fit takes when ranks share the cores.
     with threadpool_limits(limits=1, user_api="openmp"):
-        regressor.fit(matrix, log_residual)
+        regressor.fit(matrix, log_residual, sample_weight=weights)
     return export_trees(regressor, float(log_residual.min()), float(log_residual.max()))
 
 

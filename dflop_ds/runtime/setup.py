@@ -90,17 +90,21 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
     return Setup(model, dataset, eval_dataset, collate_fn)
 
 
-def profile_model(ds_config: dict[str, Any], config: DflopConfig) -> ProfileTable:
+def profile_model(
+    ds_config: dict[str, Any], config: DflopConfig, partial: Path | None = None
+) -> ProfileTable:
     """Time one layer of every kind on this device, in one process without a process group.
 
     Parameters
     ----------
     ds_config, config
         As for :func:`prepare`.
+    partial : Path, optional
+        File that keeps finished measurements until all are there.
     """
     config.require_training_inputs()
     model_config = read_model_config(config)
-    source = _open(config, config.data.train_path)
+    source = open_dataset(config, config.data.train_path)
     found = _scan(source, config, model_config, config.data.shape_cache)
     dataset = ProbedDataset(source, found.table, found.rows)
     # Where the mean microbatch is given, the number of replicas need not be known.
@@ -115,6 +119,7 @@ def profile_model(ds_config: dict[str, Any], config: DflopConfig) -> ProfileTabl
         config=config,
         dtype=costs.compute_dtype(ds_config),
         samples_per_bin=samples_per_bin,
+        partial=partial,
     )
 
 
@@ -152,7 +157,7 @@ def open_probed(
     config: DflopConfig, model_config: Any, records_path: str | None, shape_cache: str | None
 ) -> ProbedDataset:
     """Open a data set on every rank; its shapes are read by rank 0 and sent to all."""
-    dataset = distributed.together(lambda: _open(config, records_path))
+    dataset = distributed.together(lambda: open_dataset(config, records_path))
 
     def scan() -> bytes:
         found = _scan(dataset, config, model_config, shape_cache)
@@ -206,8 +211,9 @@ def build_module(
     return model
 
 
-def _open(config: DflopConfig, records_path: str | None) -> LlavaDataset:
-    path = Path(records_path or "")
+def open_dataset(config: DflopConfig, records_path: str | None = None) -> LlavaDataset:
+    """The data set of `records_path`, by default of ``dflop.data.train_path``; nothing is read yet."""
+    path = Path(records_path or config.data.train_path or "")
     return from_pretrained_dir(
         config.model.path or "",
         path,
