@@ -3,7 +3,8 @@
 The demo model is profiled layer by layer. Then whole pipeline stages are run forward and backward on
 other microbatches, and on microbatches twice as large as the largest profiled one, and their measured
 times are compared with the predictions. Profile and test are measured in turn, so that both see the
-same machine; each test is measured in two passes, whose difference is the noise floor. Nothing is
+same machine; each test is measured in two passes, whose difference is the noise floor. The quantiles are
+calibrated on stage times of further microbatches, which are neither profiled nor tested. Nothing is
 emulated. Times are CPU times of the one computing thread.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import logging
 import statistics
 import sys
 import tempfile
@@ -23,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.utils import logger as deepspeed_logger
 
 from benchmarks import environment
 from dflop_ds.config import load_ds_config, parse_dflop
@@ -66,18 +67,20 @@ class Sizes:
 
     Attributes
     ----------
-    samples, profiled, tested, doubled : int
-        Samples of the demo data set; microbatches that are profiled, held out, and twice as large.
+    samples, profiled, calibrated, tested, doubled : int
+        Samples of the demo data set; microbatches that are profiled, that calibrate the quantiles, that
+        are held out, and that are twice as large.
     """
 
     samples: int
     profiled: int
+    calibrated: int
     tested: int
     doubled: int
 
 
-FULL = Sizes(samples=240, profiled=160, tested=60, doubled=8)
-QUICK = Sizes(samples=120, profiled=72, tested=16, doubled=3)
+FULL = Sizes(samples=240, profiled=160, calibrated=60, tested=60, doubled=8)
+QUICK = Sizes(samples=120, profiled=66, calibrated=20, tested=14, doubled=2)
 
 
 class Measurer:
@@ -136,7 +139,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     start_s = time.perf_counter()
-    deepspeed_logger.setLevel("ERROR")
+    for name in ("DeepSpeed", "dflop_ds"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     sizes = QUICK if args.quick else FULL
     with tempfile.TemporaryDirectory() as folder:
@@ -176,13 +180,30 @@ def measure(sizes: Sizes, seed: int, folder: Path) -> dict[str, Any]:
     )
     plans = setup.layer_plans(ds_config, config, model_config)
     measurer = Measurer(plans, bench)
-    profiled = choose_microbatches(found.table, SAMPLES_PER_BIN, sizes.profiled, seed)
-    tested = random_bins(found.table, sizes.tested, seed + 1)
-    doubled = double_bins(found.table, profiled, sizes.doubled)
-    rows, first, second = run_all(measurer, found.table, dims, profiled, tested + doubled)
+    table = found.table
+    bins = Bins(
+        profiled=choose_microbatches(table, SAMPLES_PER_BIN, sizes.profiled, seed),
+        calibrated=random_bins(table, sizes.calibrated, seed + 1),
+        tested=random_bins(table, sizes.tested, seed + 2),
+        doubled=double_bins(table, SAMPLES_PER_BIN, sizes, seed),
+    )
+    rows, first_s, second_s = run_all(measurer, table, dims, bins)
     stages = [[plan.kind for plan, _ in stage] for stage in measurer.stages]
-    comparison = compare(rows, dims, stages, found.table, tested, doubled, first, second)
-    return {"stages": stages, **comparison}
+    return {"stages": stages, **compare(rows, dims, stages, table, bins, first_s, second_s)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bins:
+    """Microbatches by their purpose, see :class:`Sizes`."""
+
+    profiled: list[list[int]]
+    calibrated: list[list[int]]
+    tested: list[list[int]]
+    doubled: list[list[int]]
+
+    def measured(self) -> list[list[int]]:
+        """Those that are run stage by stage: tested, then doubled, then calibrated."""
+        return self.tested + self.doubled + self.calibrated
 
 
 def random_bins(table: ShapeTable, number: int, seed: int) -> list[list[int]]:
@@ -192,21 +213,27 @@ def random_bins(table: ShapeTable, number: int, seed: int) -> list[list[int]]:
     return [rng.choice(len(table), size=size, replace=False).tolist() for size in sizes]
 
 
-def double_bins(table: ShapeTable, profiled: list[list[int]], number: int) -> list[list[int]]:
-    """Pairs of the largest profiled microbatches: about twice the profiled range."""
-    tokens = [int(table.llm_tokens[members].sum()) for members in profiled]
-    largest = [profiled[index] for index in np.argsort(tokens)[::-1][: number + 1]]
-    return [largest[0] + other for other in [largest[0], *largest[1:number]]]
+def double_bins(table: ShapeTable, samples_per_bin: int, sizes: Sizes, seed: int) -> list[list[int]]:
+    """The profiled microbatches with the most tokens and with the most encoder inputs, each twice."""
+    profiled = choose_microbatches(table, samples_per_bin, sizes.profiled, seed)
+    features = MicrobatchFeatures.from_bins(table, profiled)
+    by_tokens = np.argsort(-features.llm_tokens, kind="stable")
+    by_inputs = np.argsort(-features.encoder_inputs, kind="stable")
+    order = [int(index) for pair in zip(by_tokens, by_inputs, strict=True) for index in pair]
+    return [profiled[index] * 2 for index in dict.fromkeys(order)][: sizes.doubled]
 
 
 def run_all(
     measurer: Measurer,
     table: ShapeTable,
     dims: ModelDims,
-    profiled: list[list[int]],
-    tested: list[list[int]],
+    bins: Bins,
 ) -> tuple[list[ProfileRow], FloatArray, FloatArray]:
-    """Profile and test in turn; two passes over the tests, in opposite orders."""
+    """Profile and test in turn; two passes over the tests, in opposite orders.
+
+    Microbatches that calibrate are measured once, in the first pass.
+    """
+    profiled, tested = bins.profiled, bins.measured()
     kinds = [plan.kind for plan in measurer.plans]
     begin = max(len(profiled) // NUM_CHUNKS, 8)
     rows = measurer.profile(profiled[:begin])
@@ -215,7 +242,9 @@ def run_all(
     )
     measurer.cut(balanced_split(kinds, times_s, NUM_STAGES))
     passes = np.zeros((2, len(tested), NUM_STAGES))
-    jobs = [(0, index) for index in range(len(tested))] + [(1, i) for i in reversed(range(len(tested)))]
+    repeated = len(bins.tested) + len(bins.doubled)
+    order = np.random.default_rng(0).permutation(len(tested)).tolist()
+    jobs = [(0, index) for index in order] + [(1, index) for index in reversed(order) if index < repeated]
     job_chunks = np.array_split(np.arange(len(jobs)), NUM_CHUNKS)
     chunks = [[], *np.array_split(np.arange(begin, len(profiled)), NUM_CHUNKS - 1)]
     for chunk, job_chunk in zip(chunks, job_chunks, strict=True):
@@ -231,16 +260,15 @@ def compare(
     dims: ModelDims,
     stages: list[list[str]],
     table: ShapeTable,
-    tested: list[list[int]],
-    doubled: list[list[int]],
+    bins: Bins,
     first_s: FloatArray,
     second_s: FloatArray,
 ) -> dict[str, Any]:
     """Errors of the cost model and of the alternatives, and the summary."""
-    measured_s = (first_s + second_s) / 2
-    num = len(tested)
-    inside = MicrobatchFeatures.from_bins(table, tested)
-    outside = MicrobatchFeatures.from_bins(table, doubled)
+    num, repeated = len(bins.tested), len(bins.tested) + len(bins.doubled)
+    measured_s = (first_s[:repeated] + second_s[:repeated]) / 2
+    inside = MicrobatchFeatures.from_bins(table, bins.tested)
+    outside = MicrobatchFeatures.from_bins(table, bins.doubled)
     predictors = fit_predictors(rows, dims)
     model = predictors["cost model"]
     assert isinstance(model, LayerCostModel)
@@ -255,15 +283,18 @@ def compare(
         errors[name]["2x range"] = summarise_errors(doubled_s.ravel(), measured_s[num:].ravel())
     noise = summarise_errors(second_s[:num].ravel(), first_s[:num].ravel())
     quantiles = StageQuantiles().fit(rows, dims, stages)
+    further = MicrobatchFeatures.from_bins(table, bins.calibrated)
+    quantiles.calibrate(model, further, first_s[repeated:])
     p90_s = quantiles.predict(model, inside, 0.9)
     p50_s = quantiles.predict(model, inside, 0.5)
     predict_ms, difference = speed_and_identity(model, stages, table)
-    largest = MicrobatchFeatures.from_rows(rows).llm_tokens.max()
+    profiled = MicrobatchFeatures.from_rows(rows)
     own = errors["cost model"]
     return {
         "errors": {name: {t: dataclasses.asdict(e) for t, e in by.items()} for name, by in errors.items()},
         "p50_coverage": coverage(p50_s.ravel(), measured_s[:num].ravel()),
-        "doubled_over_profiled": float(np.mean(outside.llm_tokens / largest)),
+        "doubled_tokens": float(outside.llm_tokens.max() / profiled.llm_tokens.max()),
+        "doubled_encoder_inputs": float(outside.encoder_inputs.max() / profiled.encoder_inputs.max()),
         "num_rows": len(rows),
         "summary": {
             "stage_mape": own["all stages"].mape,
@@ -311,8 +342,8 @@ def print_report(content: dict[str, Any]) -> None:
     print(f"{machine['num_cores']} cores of {machine['cpu']}, 1 thread; {versions}; seed {content['seed']}")
     print(
         f"{content['num_rows']} profile rows of {sizes['profiled']} microbatches; {sizes['tested']} held-out "
-        f"microbatches x {NUM_STAGES} stages; {sizes['doubled']} at "
-        f"{content['doubled_over_profiled']:.2f}x the longest profiled one\n"
+        f"microbatches x {NUM_STAGES} stages; {sizes['doubled']} at up to {content['doubled_tokens']:.1f}x "
+        f"the most tokens and {content['doubled_encoder_inputs']:.1f}x the most tiles that were profiled\n"
     )
     print(f"{'predictor':<26}{'target':<12}{'MAPE':>8}{'p50':>8}{'p95':>8}{'max':>8}{'bias':>8}")
     for name, targets in content["errors"].items():

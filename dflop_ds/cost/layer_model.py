@@ -23,7 +23,7 @@ from dflop_ds.cost.features import (
 )
 from dflop_ds.cost.files import check_schema, read_json, write_json
 from dflop_ds.cost.prior import DIRECTIONS, AnalyticPrior, Direction
-from dflop_ds.cost.trees import MIN_TREE_ROWS, TreeEnsemble, fit_residual_trees
+from dflop_ds.cost.trees import MIN_TREE_ROWS, TreeEnsemble, fit_residual_trees, trees_help
 from dflop_ds.errors import CostModelError
 from dflop_ds.flops import ModelDims
 
@@ -37,7 +37,8 @@ class LayerCostModel:
 
     Prediction = prior x exp(residual). The prior is a non-negative sum of FLOP and byte terms; the
     residual comes from trees that are non-decreasing in every feature and clipped to the range seen in
-    training. Kinds with fewer than 50 rows use the prior alone. Outside the profiled sizes the residual
+    training. Kinds with fewer than 50 rows, and kinds for which trees do not lower the error on rows left
+    out of the fit, use the prior alone. Outside the profiled sizes the residual
     keeps its edge value and the prior extrapolates; the first time, a warning names the feature.
 
     Parameters
@@ -218,7 +219,10 @@ class LayerCostModel:
                 _logger.info(message, kind, direction, usable.sum(), MIN_TREE_ROWS)
             return
         log_residual = np.log(time_s[usable] / prior_s[usable])
-        self.trees_[kind, direction] = fit_residual_trees(features.matrix(kind)[usable], log_residual)
+        matrix = features.matrix(kind)[usable]
+        if not trees_help(matrix, log_residual):
+            return
+        self.trees_[kind, direction] = fit_residual_trees(matrix, log_residual)
 
     def _predict_at(
         self, kind: str, features: MicrobatchFeatures, residual_at: FloatArray, overhead_share: float

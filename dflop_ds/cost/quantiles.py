@@ -21,6 +21,7 @@ SCHEMA_VERSION = 1
 LEVELS = (0.5, 0.9)
 
 _FOLDS = 4
+_FEWEST_CALIBRATED = 10
 _ROUNDS = 3
 _NUM_TREES = 20
 _SIZES = ("encoder_inputs", "llm_tokens", "sum_squared_tokens", "num_segments", "target_tokens")
@@ -123,6 +124,40 @@ class StageQuantiles:
             log_factor = spread.shift + (0.0 if spread.trees is None else spread.trees.predict(matrix))
             result[:, stage] *= np.exp(log_factor)
         return result
+
+    def calibrate(self, model: Any, features: MicrobatchFeatures, measured_s: FloatArray) -> StageQuantiles:
+        """Shift the quantiles to stage times that were measured as a whole.
+
+        The sum of separately measured layers is noisier than a stage run in one piece, so quantiles from
+        a profile alone are too wide. The stages share the shift, so that few measurements suffice.
+
+        Parameters
+        ----------
+        model : LayerCostModel
+            Fitted on the same rows.
+        features : MicrobatchFeatures, n microbatches
+            Other ones than those of the profile.
+        measured_s : ndarray, shape (n, num_stages)
+            Forward plus backward seconds.
+
+        Raises
+        ------
+        CostModelError
+            If there are fewer than 10 microbatches.
+        """
+        if len(features) < _FEWEST_CALIBRATED:
+            raise CostModelError(
+                f"quantiles must be calibrated on at least {_FEWEST_CALIBRATED} microbatches, found "
+                f"{len(features)}. Measure more."
+            )
+        for level in sorted({level for _, level in self.spreads_}):
+            predicted_s = self.predict(model, features, level)
+            positive = (measured_s > 0) & (predicted_s > 0)
+            shift = _upper(np.log(measured_s[positive] / predicted_s[positive]), level)
+            for stage in range(len(self.stages_)):
+                spread = self.spreads_[stage, level]
+                self.spreads_[stage, level] = dataclasses.replace(spread, shift=spread.shift + shift)
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and dicts for JSON."""

@@ -22,11 +22,12 @@ BoolArray = npt.NDArray[np.bool_]
 MIN_TREE_ROWS = 50
 """Fewer rows than this are left to the prior: boosting with small leaves would fit their noise."""
 
-_NUM_TREES = 80
-_LEARNING_RATE = 0.1
+_NUM_TREES = 50
+_LEARNING_RATE = 0.15
 _MAX_LEAVES = 8
 _MAX_DEPTH = 3
 _MIN_LEAF_ROWS = 10
+_GAIN = 0.97
 _ARRAYS: dict[str, type] = {
     "roots": np.int64,
     "feature": np.int64,
@@ -209,6 +210,12 @@ def fit_residual_trees(
             f"residual trees must be fitted on {MIN_TREE_ROWS} or more finite rows, found {len(matrix)}. "
             "Use the prior alone or profile more sizes."
         )
+    return _boost(matrix, log_residual, weights, num_trees)
+
+
+def _boost(
+    matrix: FloatArray, log_residual: FloatArray, weights: FloatArray | None, num_trees: int
+) -> TreeEnsemble:
     from sklearn.ensemble import HistGradientBoostingRegressor
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
@@ -227,6 +234,22 @@ def fit_residual_trees(
     with threadpool_limits(limits=1, user_api="openmp"):
         regressor.fit(matrix, log_residual, sample_weight=weights)
     return export_trees(regressor, float(log_residual.min()), float(log_residual.max()))
+
+
+def trees_help(matrix: FloatArray, log_residual: FloatArray) -> bool:
+    """Whether trees lower the mean error on rows that were left out of their fit (2 folds).
+
+    Parameters
+    ----------
+    matrix, log_residual : ndarray
+        As for :func:`fit_residual_trees`.
+    """
+    left_out = np.arange(len(matrix)) % 2 == 0
+    error = 0.0
+    for held in (left_out, ~left_out):
+        trees = _boost(matrix[~held], log_residual[~held], None, _NUM_TREES)
+        error += float(np.abs(log_residual[held] - trees.predict(matrix[held])).sum())
+    return error < _GAIN * float(np.abs(log_residual).sum())
 
 
 def export_trees(regressor: Any, low: float, high: float) -> TreeEnsemble:
