@@ -187,7 +187,16 @@ class SchedulerConfig(_Block):
         description="Longest wait for a solution, in seconds; after it the step uses the lpt assignment.",
     )
     order: bool = Field(
-        default=True, description="Run smaller microbatches first and last, which shortens a step."
+        default=True,
+        description="Make and run smaller microbatches first and last where simulation says that this "
+        "shortens a step.",
+    )
+    min_gain: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Least predicted gain over the data-blind order, as a share of its step time (0.02 is "
+        "2 %). Below it a step keeps the data-blind order.",
     )
 
 

@@ -145,6 +145,7 @@ def make_data_plan(
         reorder=config.scheduler.order,
         deterministic_time_s=config.scheduler.deterministic_time_s,
         seed=config.seed,
+        min_gain=config.scheduler.min_gain,
     )
     return DataPlan(config, planner)
 

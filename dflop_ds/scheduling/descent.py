@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from dflop_ds.scheduling.problem import FloatArray, IntArray, Problem
+from dflop_ds.scheduling.problem import FloatArray, IntArray, Problem, scaled_loads_s
 
 _MAX_MEMBERS = 32
 _MAX_PARTNERS = 1024
@@ -22,7 +22,10 @@ class BinLoads:
     problem : Problem
     bin_of : ndarray of int64, shape (num_samples,)
     loads_s : ndarray of float64, shape (num_bins, num_modules)
-    used : ndarray of int64, shape (num_bins, num_caps)
+        Relative to what each bin should have, see `scaled_loads_s`.
+    used : ndarray of int64, shape (num_bins, num_limits)
+    counts : ndarray of int64, shape (num_bins,)
+        Samples of each bin.
     by_cost : ndarray of int64, shape (num_samples,)
         Sample positions by decreasing largest module cost.
     """
@@ -31,24 +34,29 @@ class BinLoads:
     bin_of: IntArray
     loads_s: FloatArray = dataclasses.field(init=False)
     used: IntArray = dataclasses.field(init=False)
+    counts: IntArray = dataclasses.field(init=False)
     by_cost: IntArray = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.bin_of = self.bin_of.copy()
         self.by_cost = np.argsort(-self.problem.costs_s.max(axis=1), kind="stable")
-        self.loads_s = np.zeros((self.problem.num_bins, self.problem.num_modules))
-        self.used = np.zeros((self.problem.num_bins, self.problem.num_caps), dtype=np.int64)
-        np.add.at(self.loads_s, self.bin_of, self.problem.costs_s)
-        np.add.at(self.used, self.bin_of, self.problem.sizes)
+        self.loads_s = scaled_loads_s(self.problem, self.bin_of)
+        self.used = np.zeros((self.problem.num_bins, len(self.problem.limit_caps)), dtype=np.int64)
+        np.add.at(self.used, self.bin_of, self.problem.limit_sizes)
+        self.counts = np.bincount(self.bin_of, minlength=self.problem.num_bins)
 
     def reassign(self, samples: IntArray, bins: IntArray) -> None:
         """Put `samples` into `bins` and recompute the loads of the bins that change."""
+        problem = self.problem
         touched = np.unique(np.concatenate([self.bin_of[samples], bins]))
         self.bin_of[samples] = bins
         for index in touched:
             members = self.bin_of == index
-            self.loads_s[index] = self.problem.costs_s[members].sum(axis=0)
-            self.used[index] = self.problem.sizes[members].sum(axis=0)
+            self.loads_s[index] = problem.costs_s[members].sum(axis=0) / problem.module_scale[index]
+            self.used[index] = problem.limit_sizes[members].sum(axis=0)
+            self.counts[index] = members.sum()
+        if problem.grouped_modules:
+            self.loads_s = scaled_loads_s(problem, self.bin_of)
 
 
 @dataclasses.dataclass
@@ -84,19 +92,25 @@ def _exchanges(state: BinLoads, source: int) -> _Exchanges:
     shape = (len(members), len(partner_bins))
     peak_s, squares = np.zeros(shape), np.zeros(shape)
     for module in range(problem.num_modules):
-        loads_s = state.loads_s[:, module]
+        loads_s, scale = state.loads_s[:, module], problem.module_scale[:, module]
         delta_s = back_s[:, module] - problem.costs_s[members, module][:, None]
-        gap_s = (loads_s[source] - loads_s[partner_bins])[None, :]
-        np.maximum(peak_s, loads_s[source] + delta_s, out=peak_s)
-        np.maximum(peak_s, loads_s[partner_bins] - delta_s, out=peak_s)
-        squares += 2.0 * delta_s * (gap_s + delta_s)
-    if problem.num_caps:
-        back = np.vstack([problem.sizes[others], np.zeros((len(targets), problem.num_caps), dtype=np.int64)])
-        delta = back[None, :, :] - problem.sizes[members][:, None, :]
-        fits = (state.used[source] + delta <= problem.caps) & (
-            state.used[partner_bins] - delta <= problem.caps
+        if module in problem.grouped_modules:
+            delta_s[:, problem.group_of[partner_bins] == problem.group_of[source]] = 0.0
+        ours_s, theirs_s = delta_s / scale[source], delta_s / scale[partner_bins]
+        np.maximum(peak_s, loads_s[source] + ours_s, out=peak_s)
+        np.maximum(peak_s, loads_s[partner_bins] - theirs_s, out=peak_s)
+        squares += ours_s * (2.0 * loads_s[source] + ours_s)
+        squares -= theirs_s * (2.0 * loads_s[partner_bins] - theirs_s)
+    if len(problem.limit_caps):
+        sizes = problem.limit_sizes
+        back = np.vstack([sizes[others], np.zeros((len(targets), sizes.shape[1]), dtype=np.int64)])
+        delta = back[None, :, :] - sizes[members][:, None, :]
+        fits = (state.used[source] + delta <= problem.limit_caps) & (
+            state.used[partner_bins] - delta <= problem.limit_caps
         )
         peak_s[~fits.all(axis=2)] = np.inf
+    if state.counts[source] == 1:
+        peak_s[:, len(others) :] = np.inf
     return _Exchanges(members, others, partner_bins, peak_s, squares)
 
 

@@ -94,6 +94,31 @@ def order_bins(
     return Assignment(tuple(assignment.bins[index] for index in orders.ravel()))
 
 
+def step_makespan_s(
+    assignment: Assignment,
+    *,
+    forward_s: npt.ArrayLike,
+    backward_s: npt.ArrayLike,
+    num_replicas: int,
+    num_microbatches: int,
+    replica_speeds: npt.ArrayLike = (),
+) -> float:
+    """Simulated seconds of the slowest replica, bins in the given order.
+
+    Parameters
+    ----------
+    assignment, forward_s, backward_s, num_replicas, num_microbatches
+        As in :func:`order_bins`.
+    replica_speeds : array_like, shape (num_replicas,)
+        Times of a replica are divided by its speed. Empty: all 1.
+    """
+    bins = _Bins(_bin_times_s(assignment, forward_s), _bin_times_s(assignment, backward_s), 0.0)
+    orders = np.arange(num_replicas * num_microbatches).reshape(num_replicas, num_microbatches)
+    makespans_s = bins.makespans_s(orders)
+    speeds = np.asarray(replica_speeds, dtype=np.float64)
+    return float((makespans_s / speeds if speeds.size else makespans_s).max())
+
+
 def _bin_times_s(assignment: Assignment, times_s: npt.ArrayLike) -> FloatArray:
     times, bin_of = np.asarray(times_s, dtype=np.float64), assignment.bin_of()
     if times.ndim != 2 or len(times) != len(bin_of):

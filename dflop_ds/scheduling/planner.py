@@ -13,10 +13,10 @@ import numpy.typing as npt
 from dflop_ds.cost.model import SampleCosts
 from dflop_ds.errors import InfeasibleError, SchedulingError
 from dflop_ds.scheduling.order import EpochOrder, GlobalBatch
-from dflop_ds.scheduling.ordering import order_bins
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.problem import Problem, Solution
-from dflop_ds.scheduling.solve import solve
+from dflop_ds.scheduling.problem import bin_costs_s as bin_loads_s
+from dflop_ds.scheduling.schedule import Effort, Schedule, schedule
 from dflop_ds.shapes import ShapeTable
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,21 @@ class PlannedStep:
     batch : GlobalBatch
     solution : Solution
         Before its bins were put into order.
+    makespan_s, blind_makespan_s : float or None
+        Predicted step, and that of the data-blind order; None where unknown.
+    kept_blind : bool
+        The predicted gain was below `min_gain`, so the data-blind order was kept.
+    bin_costs_s : tuple of float
+        Predicted seconds of each bin of the plan in its slowest stage; empty without costs.
     """
 
     plan: StepPlan
     batch: GlobalBatch
     solution: Solution
+    makespan_s: float | None = None
+    blind_makespan_s: float | None = None
+    kept_blind: bool = False
+    bin_costs_s: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +73,12 @@ class StepPlanner:
         Hard limits of one bin. ``auto`` bounds a bin to twice the average, to the largest sample,
         or to what the batch needs to fit at all, whichever is most.
     reorder : bool
-        Order bins within a replica by simulated makespan.
+        Choose target weights and the order of the bins by simulated makespan.
     deterministic_time_s : float
         Solver effort per step.
     seed : int
+    min_gain : float
+        Least predicted gain over the data-blind order, a share of its step time, at which it is left.
     """
 
     table: ShapeTable
@@ -83,6 +95,7 @@ class StepPlanner:
     reorder: bool = True
     deterministic_time_s: float = 0.1
     seed: int = 0
+    min_gain: float = 0.0
 
     def plan(self, step: int) -> PlannedStep:
         """Plan of optimizer step ``step``, by the configured policy."""
@@ -107,16 +120,8 @@ class StepPlanner:
 
     def _plan(self, step: int, policy: str) -> PlannedStep:
         batch = self.order.batch(step)
-        problem, solution = self._solve(batch, policy)
-        bins = solution.assignment.bins
-        if policy != "blind" and self.reorder and self.costs is not None:
-            bins = order_bins(
-                solution.assignment,
-                forward_s=self.costs.forward_s[batch.positions],
-                backward_s=self.costs.backward_s[batch.positions],
-                num_replicas=self.num_replicas,
-                num_microbatches=problem.num_microbatches,
-            ).bins
+        problem, found = self._solve(batch, policy)
+        bins = found.assignment.bins
         indices = self.rows[batch.positions]
         members = tuple(tuple(int(indices[position]) for position in positions) for positions in bins)
         plan = StepPlan(
@@ -127,9 +132,20 @@ class StepPlanner:
             bins=members,
             num_terms=self._num_terms(batch),
         )
-        return PlannedStep(plan, batch, solution)
+        if self.costs is None:
+            return PlannedStep(plan, batch, found.solution)
+        bin_costs_s = bin_loads_s(problem, found.assignment).max(axis=1).tolist()
+        return PlannedStep(
+            plan,
+            batch,
+            found.solution,
+            found.makespan_s,
+            found.blind_makespan_s,
+            found.kept_blind,
+            tuple(bin_costs_s),
+        )
 
-    def _solve(self, batch: GlobalBatch, policy: str) -> tuple[Problem, Solution]:
+    def _solve(self, batch: GlobalBatch, policy: str) -> tuple[Problem, Schedule]:
         """Solve, with more microbatches where the hard limits leave no other way."""
         num_microbatches = self._num_microbatches(len(batch.positions))
         # With a bin for every sample nothing shares a bin, and no limit can be broken.
@@ -137,7 +153,7 @@ class StepPlanner:
         while True:
             problem = self._problem(batch, num_microbatches)
             try:
-                return problem, self._solve_once(problem, policy)
+                return problem, self._schedule(batch, problem, policy)
             except InfeasibleError as error:
                 fewest = math.ceil((error.min_bins or 0) / self.num_replicas)
                 if policy == "blind" or error.min_bins is None or num_microbatches >= most:
@@ -145,8 +161,18 @@ class StepPlanner:
                 num_microbatches = min(most, max(num_microbatches + 1, fewest))
                 logger.warning("step %d runs %d microbatches: %s", batch.step, num_microbatches, error)
 
-    def _solve_once(self, problem: Problem, policy: str) -> Solution:
-        return solve(problem, policy=policy, deterministic_time_s=self.deterministic_time_s, seed=self.seed)
+    def _schedule(self, batch: GlobalBatch, problem: Problem, policy: str) -> Schedule:
+        times = (problem.costs_s, problem.costs_s)
+        if self.costs is not None:
+            times = self.costs.forward_s[batch.positions], self.costs.backward_s[batch.positions]
+        effort = Effort(
+            policy=policy,
+            order=self.reorder,
+            min_gain=self.min_gain,
+            deterministic_time_s=self.deterministic_time_s,
+            seed=self.seed,
+        )
+        return schedule(problem, times[0], times[1], effort)
 
     def _problem(self, batch: GlobalBatch, num_microbatches: int) -> Problem:
         positions = batch.positions

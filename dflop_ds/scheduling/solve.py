@@ -10,7 +10,7 @@ from dflop_ds.errors import SchedulingError
 from dflop_ds.scheduling.blind import solve_blind
 from dflop_ds.scheduling.bound import lower_bound_s
 from dflop_ds.scheduling.lpt import solve_lpt
-from dflop_ds.scheduling.problem import Assignment, Problem, Solution, bin_costs_s
+from dflop_ds.scheduling.problem import Assignment, Problem, Solution, scaled_loads_s
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ def solve(
     deterministic_time_s: float = 1.0,
     deadline_s: float = 30.0,
     seed: int = 0,
+    num_workers: int = 1,
 ) -> Solution:
     """Put the samples of a global batch into bins.
 
@@ -41,6 +42,9 @@ def solve(
         Wall-clock safety limit of "cp_sat", seconds.
     seed : int
         Seed of "cp_sat".
+    num_workers : int
+        Searches that "cp_sat" runs at the same time, in threads; the result depends on their number, not on
+        their timing.
 
     Raises
     ------
@@ -56,6 +60,8 @@ def solve(
             f"deterministic_time_s and deadline_s must be positive, found {deterministic_time_s} and "
             f'{deadline_s}. Use the policy "lpt" to skip the solver.'
         )
+    if num_workers < 1:
+        raise SchedulingError(f"num_workers must be at least 1, found {num_workers}. Give the cores to use.")
     started_s = time.perf_counter()
     if policy == "blind":
         return _solution(problem, solve_blind(problem), "blind", started_s, None)
@@ -69,8 +75,9 @@ def solve(
             problem,
             assignment,
             deterministic_time_s=deterministic_time_s,
-            deadline_s=deadline_s,
+            deadline_s=max(1e-3, deadline_s - (time.perf_counter() - started_s)),
             random_seed=seed,
+            num_workers=num_workers,
         )
         result.assignment.validate(problem)
         failure = result.failure
@@ -80,13 +87,14 @@ def solve(
     if failure is not None:
         _warn_once(failure)
         return _solution(problem, assignment, "lpt", started_s, failure)
-    return _solution(problem, result.assignment, "cp_sat", started_s, None)
+    solver = "optimal" if result.is_optimal else "cp_sat"
+    return _solution(problem, result.assignment, solver, started_s, None)
 
 
 def _solution(
     problem: Problem, assignment: Assignment, solver: str, started_s: float, fallback_reason: str | None
 ) -> Solution:
-    largest_s = float(bin_costs_s(problem, assignment).max())
+    largest_s = float(scaled_loads_s(problem, assignment.bin_of()).max())
     bound_s = min(lower_bound_s(problem), largest_s)  # sums in another order may differ in the last digit
     ratio = largest_s / bound_s if bound_s > 0 else 1.0
     return Solution(

@@ -121,7 +121,7 @@ def test_cp_sat_is_optimal_on_small_instances(seed, with_cap):
         options = {"sizes": rng.integers(1, 6, (8, 1)), "caps": np.array([12]), "cap_names": ("tokens",)}
     problem = Problem(_lognormal(8, 2, seed, 1.0), 1, 3, **options)
     solution = solve(problem, policy="cp_sat")
-    assert solution.solver == "cp_sat"
+    assert solution.solver == "optimal"
     assert solution.largest_bin_s == pytest.approx(_optimum_s(problem), rel=1e-6)
 
 
