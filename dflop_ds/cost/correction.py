@@ -25,6 +25,7 @@ SCHEMA_VERSION = 1
 
 _KEPT_PER_RANK = 192
 _RIDGE = 0.02
+_SIGNIFICANT = 3.5
 _ROUNDS = 3
 _MOST = 4.0
 _DRIFT = 0.10
@@ -288,7 +289,7 @@ class AdaptiveCorrection:
             for replica, _ in ranks:
                 self.slowness[stage, replica] = float(np.median(ratio[owner == replica]))
             slow = self.slowness[stage][owner]
-            factors = _ridge(predicted_s * (slow / measured_s)[:, np.newaxis])
+            factors = _bucket_factors(predicted_s * (slow / measured_s)[:, np.newaxis])
         self.factors[stage] = factors
 
     def _benefit_s(self, samples: Sequence[StageSample]) -> float:
@@ -364,8 +365,8 @@ def _misprediction_s(predicted_s: FloatArray, measured_s: FloatArray) -> FloatAr
     return np.abs(measured_s - scale * predicted_s)
 
 
-def _ridge(relative: FloatArray) -> FloatArray:
-    """Factors f that bring ``relative @ f`` close to 1 and stay close to 1 where little is known.
+def _bucket_factors(relative: FloatArray) -> FloatArray:
+    """Factors f that bring ``relative @ f`` close to 1; exactly 1 where that is within the noise.
 
     Parameters
     ----------
@@ -373,8 +374,21 @@ def _ridge(relative: FloatArray) -> FloatArray:
         Predicted part of each bucket over the measured time.
     """
     num_rows, num_buckets = relative.shape
-    weight = _RIDGE * num_rows / num_buckets
-    matrix = relative.T @ relative + weight * np.eye(num_buckets)
-    target = relative.sum(axis=0) + weight
-    factors: FloatArray = np.clip(np.linalg.solve(matrix, target), 1.0 / _MOST, _MOST)
-    return factors
+    factors, errors = _ridge(relative, np.ones(num_rows))
+    apart = np.abs(factors - 1.0) > _SIGNIFICANT * errors
+    result: FloatArray = np.ones(num_buckets)
+    if apart.any():
+        known = relative[:, ~apart].sum(axis=1)
+        result[apart] = _ridge(relative[:, apart], 1.0 - known)[0]
+    return np.clip(result, 1.0 / _MOST, _MOST)
+
+
+def _ridge(matrix: FloatArray, target: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Least squares that stays close to 1 where little is known, and the standard errors."""
+    num_rows, num_columns = matrix.shape
+    weight = _RIDGE * num_rows / num_columns
+    inverse = np.linalg.inv(matrix.T @ matrix + weight * np.eye(num_columns))
+    solution: FloatArray = inverse @ (matrix.T @ target + weight)
+    variance = float(np.square(target - matrix @ solution).sum()) / max(num_rows - num_columns, 1)
+    errors: FloatArray = np.sqrt(variance * np.diag(inverse))
+    return solution, errors

@@ -79,6 +79,8 @@ class StepPlanner:
     seed : int
     min_gain : float
         Least predicted gain over the data-blind order, a share of its step time, at which it is left.
+    replica_speeds : tuple of float
+        Relative speed of each replica; empty: all alike.
     """
 
     table: ShapeTable
@@ -96,6 +98,7 @@ class StepPlanner:
     deterministic_time_s: float = 0.1
     seed: int = 0
     min_gain: float = 0.0
+    replica_speeds: tuple[float, ...] = ()
 
     def plan(self, step: int) -> PlannedStep:
         """Plan of optimizer step ``step``, by the configured policy."""
@@ -205,6 +208,7 @@ class StepPlanner:
             caps=np.array(caps, dtype=np.int64),
             cap_names=tuple(names),
             sample_ids=tuple(self.table.sample_ids[i] for i in positions),
+            replica_speeds=np.array(self.replica_speeds, dtype=np.float64),
         )
 
     def _cap(
