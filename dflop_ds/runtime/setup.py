@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -15,7 +16,10 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from transformers import AutoConfig
 
 from dflop_ds.config import BatchSizes, DflopConfig
+from dflop_ds.cost.features import MicrobatchFeatures
 from dflop_ds.cost.model import LayerCostModel
+from dflop_ds.cost.quantiles import whole_microbatches
+from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.data.collate import PackedCollator
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.data.probe import ProbeResult, probe
@@ -121,6 +125,47 @@ def profile_model(
         samples_per_bin=samples_per_bin,
         partial=partial,
     )
+
+
+def profile_data(config: DflopConfig, cache: Path, processes: int | None = None) -> ProbeResult:
+    """Shapes of the training data; unusable samples are in ``dropped`` with the reason.
+
+    Parameters
+    ----------
+    config : DflopConfig
+    cache : Path
+        NPZ file; samples whose files have not changed since are not read again.
+    processes : int, optional
+        Instead of ``dflop.data.scan_processes``.
+    """
+    if config.data.train_path is None:
+        raise ConfigError("dflop.data.train_path must name a JSON or JSONL file; found null. Set it.")
+    data = config.data.model_copy(update={"broken": "drop", "oversized": "drop"})
+    if processes is not None:
+        data = data.model_copy(update={"scan_processes": processes})
+    lenient = config.model_copy(update={"data": data})
+    return _scan(open_dataset(config), lenient, read_model_config(config), str(cache))
+
+
+def stages_for_report(
+    ds_config: dict[str, Any], config: DflopConfig, table: ProfileTable, num_stages: int
+) -> tuple[ModelDims, list[list[str]]]:
+    """Dimensions of the model and its layer kinds by stage, balanced for the profiled microbatches.
+
+    Raises
+    ------
+    CostModelError
+        If the profile is of another model.
+    """
+    model_config = read_model_config(config)
+    content = _content(model_config)
+    table.check_matches(costs.fingerprint(ds_config, config, content))
+    dims = ModelDims.from_hf_config(content)
+    kinds = [plan.kind for plan in layer_plans(ds_config, config, model_config)]
+    model = LayerCostModel(warn=False).fit(table.rows, dims)
+    profiled = MicrobatchFeatures.from_rows([group[0] for group in whole_microbatches(table.rows)])
+    bounds = balanced_split(kinds, expected_layer_times(model, kinds, profiled), num_stages)
+    return dims, [kinds[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def resolve_stages(config: DflopConfig, world_size: int) -> int:
