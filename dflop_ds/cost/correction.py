@@ -225,7 +225,7 @@ class AdaptiveCorrection:
             "tracking": self.tracking,
             "num_steps": self.num_steps,
             "balance_s": list(self._balance),
-            "settled": None if self._settled is None else self._settled.tolist(),
+            "settled": None if self._settled is None else _without_nan(self._settled),
             "samples": [dataclasses.astuple(s) for kept in self._kept.values() for s in kept],
         }
 
@@ -352,6 +352,10 @@ class AdaptiveCorrection:
                 f"a measurement must be of a known rank with {buckets} predictions and finite times >= 0, "
                 f"found {sample}. Check the telemetry."
             )
+
+
+def _without_nan(matrix: FloatArray) -> list[list[float | None]]:
+    return [[None if math.isnan(value) else value for value in row] for row in matrix.tolist()]
 
 
 def _without_noise(factors: FloatArray) -> FloatArray:

@@ -13,6 +13,7 @@ from deepspeed import comm as dist
 
 from dflop_ds.errors import DflopError, PlanError
 from dflop_ds.runtime import distributed
+from dflop_ds.runtime.adaptive import AdaptivePlanner
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 from dflop_ds.scheduling.service import PlanService
@@ -44,7 +45,7 @@ class PlanFeed:
 
     Parameters
     ----------
-    planner : StepPlanner or None
+    planner : StepPlanner, AdaptivePlanner or None
         Needed on rank 0 only.
     lookahead : int
         Steps between the broadcast of a plan and its use.
@@ -58,7 +59,7 @@ class PlanFeed:
 
     def __init__(
         self,
-        planner: StepPlanner | None,
+        planner: StepPlanner | AdaptivePlanner | None,
         *,
         lookahead: int,
         deadline_s: float,
