@@ -16,6 +16,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     model = _subject(subjects, "model", "time one layer of every kind, at shapes of the training data")
     model.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write (JSON)")
+    model.add_argument(
+        "--budget-s", type=float, metavar="SECONDS", help="instead of dflop.cost.profile_budget_s"
+    )
     model.set_defaults(run=run_model)
     data = _subject(subjects, "data", "read the shapes of the training data, from file headers")
     data.add_argument("--out", type=Path, required=True, metavar="FILE", help="shape table to write (NPZ)")
@@ -46,7 +49,11 @@ def run_model(arguments: argparse.Namespace) -> int:
     ds_config = load_ds_config(arguments.config)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     partial = arguments.out.with_name(arguments.out.name + ".partial.jsonl")
-    table = profile_model(ds_config, parse_dflop(ds_config), partial)
+    config = parse_dflop(ds_config)
+    if arguments.budget_s is not None:
+        cost = config.cost.model_copy(update={"profile_budget_s": arguments.budget_s})
+        config = config.model_copy(update={"cost": cost})
+    table = profile_model(ds_config, config, partial)
     table.save(arguments.out)
     print(f"wrote {len(table)} layer timings of {table.fingerprint.hardware} to {arguments.out}")
     for limit in table.limits:

@@ -13,8 +13,7 @@ import numpy as np
 from dflop_ds.cost.features import LAYER_KINDS, FloatArray, MicrobatchFeatures, ProfileRow, check_rows
 from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.cost.prior import DIRECTIONS, Direction, prior_terms
-from dflop_ds.cost.trees import TreeEnsemble, fit_residual_trees
-from dflop_ds.errors import CostModelError
+from dflop_ds.cost.trees import MIN_TREE_ROWS, TreeEnsemble, fit_residual_trees
 from dflop_ds.flops import ModelDims
 
 _KNOTS = 12
@@ -74,21 +73,25 @@ class ThroughputInterpolation:
 
 
 class TreesAlone:
-    """Boosted trees on the logarithm of the time, without a prior; flat outside the profiled range."""
+    """Boosted trees on the logarithm of the time, without a prior; flat outside the profiled range.
+
+    A layer kind with fewer rows than trees need is predicted by its geometric mean, a tree of one leaf.
+    """
 
     def __init__(self, rows: Sequence[ProfileRow]) -> None:
         check_rows(rows)
-        self._trees: dict[tuple[str, Direction], TreeEnsemble | None] = {}
+        self._trees: dict[tuple[str, Direction], TreeEnsemble | float] = {}
         for kind, kind_rows in _by_kind(rows).items():
             matrix = MicrobatchFeatures.from_rows(kind_rows).matrix(kind)
             for direction in DIRECTIONS:
                 time_s = _seconds(kind_rows, direction)
-                if not time_s.any():
-                    self._trees[kind, direction] = None
-                    continue
                 positive = time_s > 0
                 log_time = np.log(time_s[positive])
-                self._trees[kind, direction] = fit_residual_trees(matrix[positive], log_time)
+                if len(log_time) < MIN_TREE_ROWS:
+                    mean_s = float(np.exp(log_time.mean())) if len(log_time) else 0.0
+                    self._trees[kind, direction] = mean_s
+                else:
+                    self._trees[kind, direction] = fit_residual_trees(matrix[positive], log_time)
 
     def predict(self, kind: str, features: MicrobatchFeatures) -> tuple[FloatArray, FloatArray]:
         """As :meth:`LayerPredictor.predict`."""
@@ -96,10 +99,10 @@ class TreesAlone:
         times_s: list[FloatArray] = []
         for direction in DIRECTIONS:
             trees = self._trees[kind, direction]
-            time_s = np.zeros(len(features))
-            if trees is not None and works.any():
-                time_s = np.where(works, np.exp(trees.predict(features.matrix(kind))), 0.0)
-            times_s.append(time_s)
+            if isinstance(trees, float):
+                times_s.append(np.where(works, trees, 0.0))
+            else:
+                times_s.append(np.where(works, np.exp(trees.predict(features.matrix(kind))), 0.0))
         return times_s[0], times_s[1]
 
 
@@ -109,27 +112,17 @@ def prior_alone(model: LayerCostModel) -> LayerCostModel:
     for kind in content["kinds"].values():
         for direction in DIRECTIONS:
             kind[direction] = {**kind[direction], "trees": None}
-    return LayerCostModel.from_dict(content)
+    return LayerCostModel.from_dict(content, warn=False)
 
 
 def fit_predictors(rows: Sequence[ProfileRow], dims: ModelDims) -> dict[str, LayerPredictor]:
-    """The cost model and its three alternatives, fitted on the same rows, by name.
-
-    Raises
-    ------
-    CostModelError
-        If a layer kind has too few rows for trees: the comparison would then not be one.
-    """
-    model = LayerCostModel().fit(rows, dims)
-    try:
-        trees = TreesAlone(rows)
-    except CostModelError as error:
-        raise CostModelError(f"the alternatives must be fitted on enough rows; {error}") from error
+    """The cost model and its three alternatives, fitted on the same rows, by name."""
+    model = LayerCostModel(warn=False).fit(rows, dims)
     return {
         "cost model": model,
         "throughput interpolation": ThroughputInterpolation(rows, dims),
         "prior alone": prior_alone(model),
-        "trees alone": trees,
+        "trees alone": TreesAlone(rows),
     }
 
 

@@ -170,7 +170,7 @@ class LayerCostModel:
         return {"schema_version": SCHEMA_VERSION, "dims": self.dims_.to_dict(), "kinds": kinds}
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> LayerCostModel:
+    def from_dict(cls, content: Mapping[str, Any], *, warn: bool = True) -> LayerCostModel:
         """Model that predicts the same bits as the one that :meth:`to_dict` was called on.
 
         Raises
@@ -179,7 +179,7 @@ class LayerCostModel:
             If the content is damaged or of another schema.
         """
         check_schema(content, "cost model", SCHEMA_VERSION)
-        model = cls()
+        model = cls(warn=warn)
         model.priors_, model.trees_, model.ranges_ = {}, {}, {}
         try:
             model.dims_ = ModelDims.from_dict(content["dims"])
