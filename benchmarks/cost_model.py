@@ -79,7 +79,7 @@ class Sizes:
     doubled: int
 
 
-FULL = Sizes(samples=240, profiled=128, calibrated=48, tested=48, doubled=6)
+FULL = Sizes(samples=240, profiled=112, calibrated=40, tested=40, doubled=4)
 QUICK = Sizes(samples=120, profiled=66, calibrated=20, tested=14, doubled=2)
 
 
