@@ -123,10 +123,9 @@ def profile_layers(
     kept = None if partial is None else PartialProfile(partial, f"{partial_key} {list(microbatches)}")
     profile = LayerProfile(parameters={plan.kind: _num_parameters(layer) for plan, layer in layers})
     start_s = time.perf_counter()
-    hidden_bar = not sys.stderr.isatty()
-    for number, members in enumerate(
-        tqdm(microbatches, desc="profiling layers", unit="shape", disable=hidden_bar)
-    ):
+    hidden = not sys.stderr.isatty()
+    bar = tqdm(microbatches, desc="profiling layers", unit="shape", disable=hidden)
+    for number, members in enumerate(bar):
         found = None if kept is None else kept.get(number)
         if found is None:
             if number >= _FEWEST_SHAPES and time.perf_counter() - start_s > budget_s:
