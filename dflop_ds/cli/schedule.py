@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from dflop_ds.cost.features import MicrobatchFeatures
-from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts, read_json
+from dflop_ds.cost.files import read_json
+from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts
 from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.errors import ConfigError
 from dflop_ds.flops import ModelDims

@@ -152,6 +152,12 @@ class CostConfig(_Block):
     profile_budget_s: float = Field(
         default=30.0, gt=0, description="Time that profiling may take, in seconds."
     )
+    adaptive: bool = Field(
+        default=False,
+        description="Correct predicted times by the stage times that training measures: slow ranks get "
+        "lighter microbatches, mispredicted shapes other costs. Needs telemetry. Plans then depend on "
+        "measurements, so that two runs may put samples into other microbatches; losses stay the same.",
+    )
 
 
 class SchedulerConfig(_Block):
@@ -287,6 +293,15 @@ class DflopConfig(_Block):
         default_factory=TelemetryConfig, description="What is measured while training."
     )
     train: TrainConfig = Field(default_factory=TrainConfig, description="What the training entry point does.")
+
+    @model_validator(mode="after")
+    def _adaptive_needs_telemetry(self) -> DflopConfig:
+        if self.cost.adaptive and not self.telemetry.enabled:
+            raise ValueError(
+                "cost.adaptive needs measured stage times: telemetry.enabled is false. Set "
+                "telemetry.enabled to true or cost.adaptive to false"
+            )
+        return self
 
     def require_training_inputs(self) -> None:
         """Check what the training entry point needs beyond a valid block.

@@ -71,6 +71,9 @@ class ProfileRow:
         See :class:`MicrobatchFeatures`.
     forward_s, backward_s : float
         Measured seconds of one layer.
+    activation_bytes : int
+        What one layer keeps from its forward for its backward pass, without activation checkpointing;
+        0 where it was not measured.
     """
 
     kind: str
@@ -82,6 +85,7 @@ class ProfileRow:
     target_tokens: int
     forward_s: float
     backward_s: float
+    activation_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +209,7 @@ def check_rows(rows: Sequence[ProfileRow]) -> None:
 
 def _row_problem(row: ProfileRow) -> str | None:
     check_kind(row.kind)
-    for name in _SIZE_FIELDS:
+    for name in (*_SIZE_FIELDS, "activation_bytes"):
         size = getattr(row, name)
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
             return f"must have a whole, non-negative {name}, found {size!r}"

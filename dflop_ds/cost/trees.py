@@ -22,11 +22,12 @@ BoolArray = npt.NDArray[np.bool_]
 MIN_TREE_ROWS = 50
 """Fewer rows than this are left to the prior: boosting with small leaves would fit their noise."""
 
-_NUM_TREES = 80
-_LEARNING_RATE = 0.1
+_NUM_TREES = 50
+_LEARNING_RATE = 0.15
 _MAX_LEAVES = 8
 _MAX_DEPTH = 3
 _MIN_LEAF_ROWS = 10
+_GAIN = 0.97
 _ARRAYS: dict[str, type] = {
     "roots": np.int64,
     "feature": np.int64,
@@ -178,7 +179,12 @@ class TreeEnsemble:
             node = following
 
 
-def fit_residual_trees(matrix: FloatArray, log_residual: FloatArray) -> TreeEnsemble:
+def fit_residual_trees(
+    matrix: FloatArray,
+    log_residual: FloatArray,
+    weights: FloatArray | None = None,
+    num_trees: int = _NUM_TREES,
+) -> TreeEnsemble:
     """Fit boosted trees, non-decreasing in every feature, and export them.
 
     The prior is non-decreasing too, so the product of prior and residual is. The sum is clipped to the
@@ -190,6 +196,9 @@ def fit_residual_trees(matrix: FloatArray, log_residual: FloatArray) -> TreeEnse
         Features of a layer kind.
     log_residual : ndarray, shape (n,)
         Natural logarithm of measured over prior time.
+    weights : ndarray, shape (n,), optional
+        Of the squared errors; equal by default.
+    num_trees : int
 
     Raises
     ------
@@ -201,11 +210,17 @@ def fit_residual_trees(matrix: FloatArray, log_residual: FloatArray) -> TreeEnse
             f"residual trees must be fitted on {MIN_TREE_ROWS} or more finite rows, found {len(matrix)}. "
             "Use the prior alone or profile more sizes."
         )
+    return _boost(matrix, log_residual, weights, num_trees)
+
+
+def _boost(
+    matrix: FloatArray, log_residual: FloatArray, weights: FloatArray | None, num_trees: int
+) -> TreeEnsemble:
     from sklearn.ensemble import HistGradientBoostingRegressor
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     regressor = HistGradientBoostingRegressor(
-        max_iter=_NUM_TREES,
+        max_iter=num_trees,
         learning_rate=_LEARNING_RATE,
         max_leaf_nodes=_MAX_LEAVES,
         max_depth=_MAX_DEPTH,
@@ -217,8 +232,24 @@ def fit_residual_trees(matrix: FloatArray, log_residual: FloatArray) -> TreeEnse
     # A profile has hundreds of rows: OpenMP threads would only wait for each other, many times longer
     # than the fit takes when ranks share the cores.
     with threadpool_limits(limits=1, user_api="openmp"):
-        regressor.fit(matrix, log_residual)
+        regressor.fit(matrix, log_residual, sample_weight=weights)
     return export_trees(regressor, float(log_residual.min()), float(log_residual.max()))
+
+
+def trees_help(matrix: FloatArray, log_residual: FloatArray) -> bool:
+    """Whether trees lower the mean error on rows that were left out of their fit (2 folds).
+
+    Parameters
+    ----------
+    matrix, log_residual : ndarray
+        As for :func:`fit_residual_trees`.
+    """
+    left_out = np.arange(len(matrix)) % 2 == 0
+    error = 0.0
+    for held in (left_out, ~left_out):
+        trees = _boost(matrix[~held], log_residual[~held], None, _NUM_TREES)
+        error += float(np.abs(log_residual[held] - trees.predict(matrix[held])).sum())
+    return error < _GAIN * float(np.abs(log_residual).sum())
 
 
 def export_trees(regressor: Any, low: float, high: float) -> TreeEnsemble:

@@ -2,53 +2,78 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from dflop_ds.cost.features import ENCODER_KINDS, MicrobatchFeatures, ProfileRow
 from dflop_ds.data.probed import ProbedDataset
-from dflop_ds.models.layers import LayerPlan, PipelineLayer
+from dflop_ds.models.layers import LayerPlan
+from dflop_ds.profiling.partial import PartialProfile
+from dflop_ds.profiling.table import ProfileLimit
+from dflop_ds.profiling.timer import BuiltLayer, LayerTimer, Loss, Timings, median_is_known
 
 logger = logging.getLogger(__name__)
 
-Loss = Callable[[torch.Tensor, tuple[torch.Tensor, ...]], torch.Tensor]
-
-_REPEATS = 3
 _FEWEST_SHAPES = 8
+_MOST_REPEATS = 9
 
 
-def choose_microbatches(num_rows: int, samples_per_bin: int, num_shapes: int, seed: int) -> list[list[int]]:
-    """Microbatches to time: random samples in bins of one up to twice the usual size.
+@dataclasses.dataclass
+class LayerProfile:
+    """What :func:`profile_layers` measured.
 
-    Samples may repeat inside a bin, so that even a data set of one sample gives several sizes.
-
-    Returns
-    -------
-    list of list of int
-        Rows of the shape table; both ends of the range come first, and any longer prefix covers it.
+    Attributes
+    ----------
+    rows : list of ProfileRow
+    limits : list of ProfileLimit
+        Microbatches for which the memory did not suffice.
+    parameters : dict of str to int
+        Number of parameters of one layer of each kind.
     """
-    rng = np.random.default_rng(seed)
-    largest = max(2, 2 * samples_per_bin)
-    spread = [1 + int(_spread(index) * largest) for index in range(1, num_shapes)]
-    sizes = [1, largest, *spread][:num_shapes]
-    return [rng.integers(num_rows, size=size).tolist() for size in sizes]
+
+    rows: list[ProfileRow] = dataclasses.field(default_factory=list)
+    limits: list[ProfileLimit] = dataclasses.field(default_factory=list)
+    parameters: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def _spread(index: int) -> float:
-    """Van der Corput's sequence in [0, 1): the bits of ``index`` mirrored at the point."""
-    value, weight = 0.0, 0.5
-    while index:
-        value, weight, index = value + weight * (index & 1), weight / 2, index >> 1
-    return value
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Where and how layers are timed.
+
+    Attributes
+    ----------
+    probed : ProbedDataset
+        Only headers are read: pixels are random, since their values do not change the time.
+    collate_fn : callable
+        As in training.
+    timer : LayerTimer
+    dtype : torch.dtype
+    """
+
+    probed: ProbedDataset
+    collate_fn: Callable[[list[Any]], Any]
+    timer: LayerTimer
+    dtype: torch.dtype
+
+    def inputs(
+        self, members: Sequence[int]
+    ) -> tuple[MicrobatchFeatures, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Sizes, pixels, layout and labels of a microbatch of rows of the shape table."""
+        light, device = self.probed.without_pixels(), self.timer.device
+        samples = [light[int(self.probed.rows[row])] for row in members]
+        (pixels, vector), labels = self.collate_fn(samples)
+        sizes = MicrobatchFeatures.from_bins(self.probed.table, [list(members)])
+        hidden = torch.randn(int(sizes.encoder_inputs[0]), *pixels.shape[1:]).to(device, self.dtype)
+        return sizes, hidden, vector.to(device), tuple(label.to(device) for label in labels)
 
 
 def profile_layers(
@@ -62,10 +87,13 @@ def profile_layers(
     dtype: torch.dtype,
     activation_checkpointing: bool = False,
     budget_s: float = 30.0,
-) -> list[ProfileRow]:
+    partial: Path | None = None,
+    partial_key: str = "",
+) -> LayerProfile:
     """Forward and backward seconds of one layer of every kind on each microbatch.
 
-    Only headers are read: pixels are random, since their values do not change the time.
+    Every layer is repeated until the standard error of its median is 3 %, 9 times at most; the repeats
+    of different kinds alternate, so that a layer does not find its own data in the caches.
 
     Parameters
     ----------
@@ -81,124 +109,115 @@ def profile_layers(
         Backward then includes the second forward, as in training.
     budget_s : float
         Stop after this many seconds, but not before 8 microbatches and two sizes of every layer kind.
+    partial : Path, optional
+        File that keeps finished microbatches, so that an interrupted profile goes on where it stopped.
+    partial_key : str
+        What the measurements depend on; a partial file of another key is not used.
+
+    Returns
+    -------
+    LayerProfile
     """
-    layers = _one_of_each_kind(plans, device, dtype)
-    timer = _LayerTimer(device, activation_checkpointing, loss_fn)
-    light = probed.without_pixels()
-    rows: list[ProfileRow] = []
+    layers = one_of_each_kind(plans, device, dtype)
+    bench = Bench(probed, collate_fn, LayerTimer(device, activation_checkpointing, loss_fn), dtype)
+    kept = None if partial is None else PartialProfile(partial, f"{partial_key} {list(microbatches)}")
+    profile = LayerProfile(parameters={plan.kind: _num_parameters(layer) for plan, layer in layers})
     start_s = time.perf_counter()
-    for number, members in enumerate(
-        tqdm(microbatches, desc="profiling layers", unit="shape", disable=not sys.stderr.isatty())
-    ):
-        over = time.perf_counter() - start_s > budget_s
-        if over and number >= _FEWEST_SHAPES and _can_be_fitted(rows):
-            logger.info("profiled %d of %d shapes within %.0f s", number, len(microbatches), budget_s)
-            break
-        samples = [light[int(probed.rows[row])] for row in members]
-        rows += _profile_one(layers, timer, collate_fn(samples), probed, members, device, dtype)
-    return rows
+    hidden = not sys.stderr.isatty()
+    bar = tqdm(microbatches, desc="profiling layers", unit="shape", disable=hidden)
+    for number, members in enumerate(bar):
+        found = None if kept is None else kept.get(number)
+        if found is None:
+            over = time.perf_counter() - start_s > budget_s
+            if over and number >= _FEWEST_SHAPES and _can_be_fitted(profile.rows):
+                logger.info("profiled %d of %d shapes within %.0f s", number, len(microbatches), budget_s)
+                break
+            found = _profile_one(layers, bench, members)
+            if kept is not None:
+                kept.append(number, *found)
+        profile.rows += found[0]
+        profile.limits += found[1]
+    return profile
 
 
 def _can_be_fitted(rows: Sequence[ProfileRow]) -> bool:
     """Whether every layer kind was timed at two sizes; rare media may take some microbatches to occur."""
-    sizes: dict[str, set[tuple[int, int]]] = {}
+    sizes: dict[str, set[int]] = {}
     for row in rows:
-        sizes.setdefault(row.kind, set()).add((row.encoder_inputs, row.llm_tokens))
-    return all(len({size[0] for size in sizes[kind]}) > 1 for kind in ENCODER_KINDS if kind in sizes) and all(
-        len({size[1] for size in sizes[kind]}) > 1 for kind in sizes if kind not in ENCODER_KINDS
-    )
+        size = row.encoder_inputs if row.kind in ENCODER_KINDS else row.llm_tokens
+        sizes.setdefault(row.kind, set()).add(size)
+    return all(len(found) > 1 for found in sizes.values())
 
 
-def _one_of_each_kind(
+def one_of_each_kind(
     plans: Sequence[LayerPlan], device: torch.device, dtype: torch.dtype
-) -> list[tuple[LayerPlan, PipelineLayer]]:
+) -> list[BuiltLayer]:
+    """The first layer of every kind, built."""
     first: dict[str, LayerPlan] = {}
     for plan in plans:
         first.setdefault(plan.kind, plan)
     return [(plan, plan.build().to(device=device, dtype=dtype)) for plan in first.values()]
 
 
+def _num_parameters(layer: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters())
+
+
 def _profile_one(
-    layers: Sequence[tuple[LayerPlan, PipelineLayer]],
-    timer: _LayerTimer,
-    batch: Any,
-    probed: ProbedDataset,
-    members: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[ProfileRow]:
-    (pixels, vector), labels = batch
-    sizes = MicrobatchFeatures.from_bins(probed.table, [list(members)])
-    num_inputs = int(sizes.encoder_inputs[0])
-    hidden = torch.randn(num_inputs, *pixels.shape[1:]).to(device, dtype)
-    vector, labels = vector.to(device), tuple(label.to(device) for label in labels)
+    layers: Sequence[BuiltLayer], bench: Bench, members: Sequence[int]
+) -> tuple[list[ProfileRow], list[ProfileLimit]]:
+    sizes, hidden, vector, labels = bench.inputs(members)
+    columns = {name: int(column[0]) for name, column in vars(sizes).items()}
+    prepared: list[tuple[BuiltLayer, torch.Tensor, int]] = []
+    limits: list[ProfileLimit] = []
+    for built in layers:
+        try:
+            kept_bytes = bench.timer.activation_bytes(built, hidden, vector, labels)
+            # The first round pays for allocation and kernel selection: it is not recorded.
+            output = bench.timer.run([built], hidden, vector, labels, Timings())
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            limits.append(ProfileLimit(kind=built[0].kind, **columns))
+            logger.warning("%s does not fit in memory at %s", built[0].kind, columns)
+            break
+        prepared.append((built, hidden, kept_bytes))
+        hidden = output
+    timings = _repeat(bench.timer, prepared, vector, labels)
     rows = []
-    for plan, layer in layers:
-        outputs, forward_s, backward_s = timer.measure(plan, layer, hidden, vector, labels)
-        if num_inputs or plan.kind not in ENCODER_KINDS:
+    for ((plan, _), _, kept_bytes), timing in zip(prepared, timings, strict=True):
+        if columns["encoder_inputs"] or plan.kind not in ENCODER_KINDS:
             rows.append(
                 ProfileRow(
                     kind=plan.kind,
-                    encoder_inputs=num_inputs,
-                    media_tokens=int(sizes.media_tokens[0]),
-                    llm_tokens=int(sizes.llm_tokens[0]),
-                    sum_squared_tokens=int(sizes.sum_squared_tokens[0]),
-                    num_segments=int(sizes.num_segments[0]),
-                    target_tokens=int(sizes.target_tokens[0]),
-                    forward_s=forward_s,
-                    backward_s=backward_s,
+                    forward_s=statistics.median(timing.forward_s),
+                    backward_s=statistics.median(timing.backward_s),
+                    activation_bytes=kept_bytes,
+                    **columns,
                 )
             )
-        hidden = outputs
-    return rows
+    return rows, limits
 
 
-class _LayerTimer:
-    """Runs one layer forward and backward and tells the median times."""
+def _repeat(
+    timer: LayerTimer,
+    prepared: Sequence[tuple[BuiltLayer, torch.Tensor, int]],
+    vector: torch.Tensor,
+    labels: tuple[torch.Tensor, ...],
+) -> list[Timings]:
+    timings = [Timings() for _ in prepared]
+    for _ in range(_MOST_REPEATS):
+        waiting = [i for i, timing in enumerate(timings) if not median_is_known(timing.totals_s())]
+        if not waiting:
+            break
+        for index in waiting:
+            built, hidden, _ = prepared[index]
+            timer.run([built], hidden, vector, labels, timings[index])
+    return timings
 
-    def __init__(self, device: torch.device, activation_checkpointing: bool, loss_fn: Loss) -> None:
-        self.device = device
-        self.activation_checkpointing = activation_checkpointing
-        self.loss_fn = loss_fn
 
-    def measure(
-        self,
-        plan: LayerPlan,
-        layer: PipelineLayer,
-        hidden: torch.Tensor,
-        vector: torch.Tensor,
-        labels: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, float, float]:
-        """Output of the layer, detached, and its forward and backward seconds."""
-        leaf = hidden.detach().requires_grad_(plan.kind != "vision_embed")
-        gradient: torch.Tensor | None = None
-        forward_times, backward_times = [], []
-        for _ in range(1 + _REPEATS):
-            layer.zero_grad(set_to_none=True)
-            leaf.grad = None
-            start_s = self._now()
-            result = self._run(plan, layer, leaf, vector)
-            output = result[0] if isinstance(result, tuple) else result
-            scored = output if isinstance(result, tuple) else self.loss_fn(output, labels)
-            middle_s = self._now()
-            if gradient is None:
-                gradient = torch.ones_like(scored)
-            scored.backward(gradient)
-            forward_times.append(middle_s - start_s)
-            backward_times.append(self._now() - middle_s)
-        # The first round pays for allocation and kernel selection.
-        return output.detach(), statistics.median(forward_times[1:]), statistics.median(backward_times[1:])
-
-    def _run(self, plan: LayerPlan, layer: PipelineLayer, leaf: torch.Tensor, vector: torch.Tensor) -> Any:
-        def forward(hidden: torch.Tensor) -> Any:
-            carry = (hidden, vector)
-            return layer(carry) if plan.forward_fn is None else plan.forward_fn(layer, carry)
-
-        if self.activation_checkpointing:
-            return checkpoint(forward, leaf, use_reentrant=False)
-        return forward(leaf)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the device or the host has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return "not enough memory" in str(error) or "can't allocate memory" in str(error)

@@ -6,16 +6,16 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dflop_ds.cost.features import ProfileRow, check_rows
-from dflop_ds.cost.model import check_schema, read_json, write_json
+from dflop_ds.cost.files import check_schema, read_json, write_json
 from dflop_ds.errors import CostModelError
 from dflop_ds.flops import ModelDims
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 MismatchPolicy = Literal["warn", "refuse"]
 
@@ -75,6 +75,27 @@ class Fingerprint:
     model_hash: str
 
 
+@dataclasses.dataclass(frozen=True)
+class ProfileLimit:
+    """A microbatch for which the memory of the device did not suffice.
+
+    Attributes
+    ----------
+    kind : str
+        Layer kind that ran out of memory.
+    encoder_inputs, media_tokens, llm_tokens, sum_squared_tokens, num_segments, target_tokens : int
+        See :class:`~dflop_ds.cost.features.MicrobatchFeatures`.
+    """
+
+    kind: str
+    encoder_inputs: int
+    media_tokens: int
+    llm_tokens: int
+    sum_squared_tokens: int
+    num_segments: int
+    target_tokens: int
+
+
 class ProfileTable:
     """Measured layer times with their fingerprint.
 
@@ -82,6 +103,10 @@ class ProfileTable:
     ----------
     rows : list of ProfileRow
     fingerprint : Fingerprint
+    limits : sequence of ProfileLimit
+        Where memory ran out.
+    parameters : dict of str to int, optional
+        Number of parameters of one layer of each kind.
 
     Raises
     ------
@@ -90,10 +115,18 @@ class ProfileTable:
         or a time that is negative, NaN or infinite.
     """
 
-    def __init__(self, rows: list[ProfileRow], fingerprint: Fingerprint) -> None:
+    def __init__(
+        self,
+        rows: list[ProfileRow],
+        fingerprint: Fingerprint,
+        limits: Sequence[ProfileLimit] = (),
+        parameters: Mapping[str, int] | None = None,
+    ) -> None:
         check_rows(rows)
         self.rows = list(rows)
         self.fingerprint = fingerprint
+        self.limits = list(limits)
+        self.parameters = dict(parameters or {})
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -105,6 +138,8 @@ class ProfileTable:
             {
                 "schema_version": SCHEMA_VERSION,
                 "fingerprint": dataclasses.asdict(self.fingerprint),
+                "parameters": self.parameters,
+                "limits": [dataclasses.asdict(limit) for limit in self.limits],
                 "rows": [dataclasses.asdict(row) for row in self.rows],
             },
         )
@@ -123,11 +158,13 @@ class ProfileTable:
         try:
             fingerprint = _read_fingerprint(content["fingerprint"])
             rows = [ProfileRow(**row) for row in content["rows"]]
-        except (KeyError, TypeError) as error:
+            limits = [ProfileLimit(**limit) for limit in content["limits"]]
+            parameters = {str(kind): int(number) for kind, number in content["parameters"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CostModelError(
                 f"{path} must hold whole rows and a fingerprint; {error!r}. Run `dflop-ds profile` again."
             ) from error
-        return cls(rows, fingerprint)
+        return cls(rows, fingerprint, limits, parameters)
 
     def check_matches(self, expected: Fingerprint, on_other_conditions: MismatchPolicy = "warn") -> None:
         """Check that the profile describes the run that `expected` describes.

@@ -24,7 +24,8 @@ from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError, CostModelError
 from dflop_ds.flops import ModelDims
 from dflop_ds.models.layers import LayerPlan
-from dflop_ds.profiling.harness import choose_microbatches, profile_layers
+from dflop_ds.profiling.harness import profile_layers
+from dflop_ds.profiling.selection import choose_microbatches
 from dflop_ds.profiling.table import Fingerprint, ProfileTable, model_hash
 from dflop_ds.runtime import distributed
 from dflop_ds.runtime.loss import packed_loss
@@ -68,13 +69,17 @@ def measure_profile(
     config: DflopConfig,
     dtype: torch.dtype,
     samples_per_bin: int,
+    partial: Path | None = None,
 ) -> ProfileTable:
-    """Time one layer of every kind on this rank's device, at shapes of the data set."""
+    """Time one layer of every kind on this rank's device, at shapes of the data set.
+
+    With `partial`, an interrupted measurement goes on where it stopped; the file is removed at the end.
+    """
     # The sample with most media, once and twice: random draws may miss what is rare in the data.
     heaviest = int(probed.table.encoder_inputs.argmax())
-    chosen = choose_microbatches(len(probed.table), samples_per_bin, _PROFILED_SHAPES, config.seed)
+    chosen = choose_microbatches(probed.table, samples_per_bin, _PROFILED_SHAPES, config.seed)
     microbatches = [[heaviest], [heaviest, heaviest], *chosen]
-    rows = profile_layers(
+    profile = profile_layers(
         plans,
         probed,
         microbatches,
@@ -84,8 +89,13 @@ def measure_profile(
         dtype=dtype,
         activation_checkpointing=config.parallel.activation_checkpointing,
         budget_s=config.cost.profile_budget_s,
+        partial=partial,
+        partial_key=repr(expected),
     )
-    return ProfileTable(rows, expected)
+    table = ProfileTable(profile.rows, expected, profile.limits, profile.parameters)
+    if partial is not None:
+        partial.unlink(missing_ok=True)
+    return table
 
 
 def layer_cost_model(

@@ -17,6 +17,7 @@ from dflop_ds.config import DflopConfig
 from dflop_ds.data.layout import PackedLayout
 from dflop_ds.errors import ConfigError, PlanError
 from dflop_ds.runtime import compat
+from dflop_ds.runtime.adaptive import AdaptivePlanner
 from dflop_ds.runtime.dataloader import DflopDataLoader
 from dflop_ds.runtime.evaluation import evaluate
 from dflop_ds.runtime.feed import PlanFeed
@@ -25,6 +26,8 @@ from dflop_ds.runtime.telemetry import Telemetry
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 
 logger = logging.getLogger(__name__)
+
+_CORRECTION_KEY = "dflop_correction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,7 @@ class DflopPipelineEngine(PipelineEngine):
         self.data_plan = data_plan
         self.feed: PlanFeed | None = None
         self._log: PlanLog | None = None
+        self.adaptive: AdaptivePlanner | None = None
         self._loader: DflopDataLoader | None = None
         self._label_tags: dict[int, torch.Tensor] = {}
         super().__init__(*args, **kwargs)
@@ -101,7 +105,26 @@ class DflopPipelineEngine(PipelineEngine):
             self._log.append_measured(
                 plan.step, self.telemetry.steps[-1], stage=self.stage_id, replica=self.feed.replica
             )
+        if self.adaptive is not None and self.telemetry is not None:
+            self.adaptive.after_step(plan, self.telemetry.steps[-1])
         return loss
+
+    def save_checkpoint(
+        self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Save as DeepSpeed does, with the correction of predicted times in the client state."""
+        state = dict(client_state or {})
+        if self.adaptive is not None:
+            state[_CORRECTION_KEY] = self.adaptive.state_dict()
+        return super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as DeepSpeed does, and the correction of predicted times where there is one."""
+        path, state = super().load_checkpoint(*args, **kwargs)
+        correction = state.pop(_CORRECTION_KEY, None) if isinstance(state, dict) else None
+        if correction is not None and self.adaptive is not None:
+            self.adaptive.load_state_dict(correction)
+        return path, state
 
     def evaluate(self, dataset: Dataset[Any], max_batches: int | None = None) -> float:
         """Mean loss over a data set; may be called between training steps.
@@ -166,8 +189,10 @@ class DflopPipelineEngine(PipelineEngine):
                 "collate_fn must be given with training_data; pass a PackedCollator to initialize()."
             )
         replica = self.grid.get_data_parallel_rank()
+        if config.cost.adaptive:
+            self.adaptive = AdaptivePlanner(planner, self.stage_id, replica, self.num_stages)
         self.feed = PlanFeed(
-            planner,
+            self.adaptive or planner,
             lookahead=config.scheduler.lookahead,
             deadline_s=config.scheduler.deadline_s,
             replica=replica,

@@ -13,6 +13,7 @@ from deepspeed import comm as dist
 
 from dflop_ds.errors import DflopError, PlanError
 from dflop_ds.runtime import distributed
+from dflop_ds.runtime.adaptive import AdaptivePlanner
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 from dflop_ds.scheduling.process import SolverProcess
@@ -49,7 +50,7 @@ class PlanFeed:
 
     Parameters
     ----------
-    planner : StepPlanner or None
+    planner : StepPlanner, AdaptivePlanner or None
         Needed on rank 0 only.
     lookahead : int
         Steps between the broadcast of a plan and its use.
@@ -65,7 +66,7 @@ class PlanFeed:
 
     def __init__(
         self,
-        planner: StepPlanner | None,
+        planner: StepPlanner | AdaptivePlanner | None,
         *,
         lookahead: int,
         deadline_s: float,
@@ -80,7 +81,8 @@ class PlanFeed:
         self.solver: SolverProcess | None = None
         self._service: PlanService[PlannedStep] | None = None
         if planner is not None and dist.get_rank() == 0:
-            if in_process and planner.policy == "cp_sat":
+            # Costs that change while training runs stay in this process.
+            if in_process and isinstance(planner, StepPlanner) and planner.policy == "cp_sat":
                 hang_after_s = max(_LEAST_HANG_S, _HANG_DEADLINES * deadline_s)
                 self.solver = SolverProcess(planner, hang_after_s=hang_after_s)
             self._service = PlanService(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import logging
 import tempfile
@@ -16,8 +17,10 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from transformers import AutoConfig
 
 from dflop_ds.config import BatchSizes, DflopConfig, validate_for_pipeline
-from dflop_ds.cost.features import ENCODER_KINDS
+from dflop_ds.cost.features import ENCODER_KINDS, MicrobatchFeatures
 from dflop_ds.cost.model import LayerCostModel
+from dflop_ds.cost.quantiles import whole_microbatches
+from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.data.collate import PackedCollator
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.data.probe import ProbeResult, probe
@@ -94,17 +97,21 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
     return Setup(model, dataset, eval_dataset, collate_fn)
 
 
-def profile_model(ds_config: dict[str, Any], config: DflopConfig) -> ProfileTable:
+def profile_model(
+    ds_config: dict[str, Any], config: DflopConfig, partial: Path | None = None
+) -> ProfileTable:
     """Time one layer of every kind on this device, in one process without a process group.
 
     Parameters
     ----------
     ds_config, config
         As for :func:`prepare`.
+    partial : Path, optional
+        File that keeps finished measurements until all are there.
     """
     config.require_training_inputs()
     model_config = read_model_config(config)
-    source = _open(config, config.data.train_path)
+    source = open_dataset(config, config.data.train_path)
     found = _scan(source, config, model_config, config.data.shape_cache)
     dataset = ProbedDataset(source, found.table, found.rows)
     # Where the mean microbatch is given, the number of replicas need not be known.
@@ -119,6 +126,7 @@ def profile_model(ds_config: dict[str, Any], config: DflopConfig) -> ProfileTabl
         config=config,
         dtype=costs.compute_dtype(ds_config),
         samples_per_bin=samples_per_bin,
+        partial=partial,
     )
 
 
@@ -148,6 +156,47 @@ def check_outputs(config: DflopConfig) -> None:
             raise ConfigError(
                 f"{key} must be in a folder that can be written, found {error}; change it."
             ) from error
+
+
+def profile_data(config: DflopConfig, cache: Path, processes: int | None = None) -> ProbeResult:
+    """Shapes of the training data; unusable samples are in ``dropped`` with the reason.
+
+    Parameters
+    ----------
+    config : DflopConfig
+    cache : Path
+        NPZ file; samples whose files have not changed since are not read again.
+    processes : int, optional
+        Instead of ``dflop.data.scan_processes``.
+    """
+    if config.data.train_path is None:
+        raise ConfigError("dflop.data.train_path must name a JSON or JSONL file; found null. Set it.")
+    data = config.data.model_copy(update={"broken": "drop", "oversized": "drop"})
+    if processes is not None:
+        data = data.model_copy(update={"scan_processes": processes})
+    lenient = config.model_copy(update={"data": data})
+    return _scan(open_dataset(config), lenient, read_model_config(config), str(cache))
+
+
+def stages_for_report(
+    ds_config: dict[str, Any], config: DflopConfig, table: ProfileTable, num_stages: int
+) -> tuple[ModelDims, list[list[str]]]:
+    """Dimensions of the model and its layer kinds by stage, balanced for the profiled microbatches.
+
+    Raises
+    ------
+    CostModelError
+        If the profile is of another model.
+    """
+    model_config = read_model_config(config)
+    content = _content(model_config)
+    table.check_matches(costs.fingerprint(ds_config, config, content))
+    dims = ModelDims.from_hf_config(content)
+    kinds = [plan.kind for plan in layer_plans(ds_config, config, model_config)]
+    model = LayerCostModel(warn=False).fit(table.rows, dims)
+    profiled = MicrobatchFeatures.from_rows([group[0] for group in whole_microbatches(table.rows)])
+    bounds = balanced_split(kinds, expected_layer_times(model, kinds, profiled), num_stages)
+    return dims, [kinds[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def resolve_stages(config: DflopConfig, world_size: int) -> int:
@@ -184,7 +233,7 @@ def open_probed(
     config: DflopConfig, model_config: Any, records_path: str | None, shape_cache: str | None
 ) -> ProbedDataset:
     """Open a data set on every rank; its shapes are read by rank 0 and sent to all."""
-    dataset = distributed.together(lambda: _open(config, records_path))
+    dataset = distributed.together(lambda: open_dataset(config, records_path))
 
     def scan() -> bytes:
         found = _scan(dataset, config, model_config, shape_cache)
@@ -238,8 +287,9 @@ def build_module(
     return model
 
 
-def _open(config: DflopConfig, records_path: str | None) -> LlavaDataset:
-    path = Path(records_path or "")
+def open_dataset(config: DflopConfig, records_path: str | None = None) -> LlavaDataset:
+    """The data set of `records_path`, by default of ``dflop.data.train_path``; nothing is read yet."""
+    path = Path(records_path or config.data.train_path or "")
     return from_pretrained_dir(
         config.model.path or "",
         path,

@@ -84,6 +84,8 @@ class StepPlanner:
         Least predicted gain over the data-blind order, a share of its step time, at which it is left.
     num_workers : int
         Searches that run at the same time.
+    replica_speeds : tuple of float
+        Relative speed of each replica; empty: all alike.
     """
 
     table: ShapeTable
@@ -102,6 +104,7 @@ class StepPlanner:
     seed: int = 0
     min_gain: float = 0.0
     num_workers: int = 1
+    replica_speeds: tuple[float, ...] = ()
 
     def plan(self, step: int) -> PlannedStep:
         """Plan of optimizer step ``step``, by the configured policy."""
@@ -214,6 +217,7 @@ class StepPlanner:
             caps=np.array(caps, dtype=np.int64),
             cap_names=tuple(names),
             sample_ids=tuple(self.table.sample_ids[i] for i in positions),
+            replica_speeds=np.array(self.replica_speeds, dtype=np.float64),
         )
 
     def _cap(

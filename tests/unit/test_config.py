@@ -275,3 +275,9 @@ def test_pipeline_lists_every_refusal():
 )
 def test_pipeline_accepts(good):
     validate_for_pipeline(good)
+
+
+def test_adaptive_correction_needs_telemetry():
+    block = {"cost": {"adaptive": True}, "telemetry": {"enabled": False}}
+    with pytest.raises(ConfigError, match=r"adaptive needs measured stage times"):
+        parse_dflop({"dflop": block})

@@ -114,7 +114,9 @@ def test_missing_file(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda content: content.update(schema_version=2), "Upgrade dflop_ds"),
+        (lambda content: content.update(schema_version=99), "Upgrade dflop_ds"),
+        (lambda content: content.update(schema_version=1), "Write it again"),
+        (lambda content: content.pop("limits"), "limits"),
         (lambda content: content.pop("schema_version"), "found None"),
         (lambda content: content.update(rows=[]), "at least one row"),
         (lambda content: content.update(rows=None), "whole rows"),

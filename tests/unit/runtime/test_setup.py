@@ -10,7 +10,7 @@ import pytest
 from dflop_ds.config import DflopConfig
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError
-from dflop_ds.profiling.harness import choose_microbatches
+from dflop_ds.profiling.selection import choose_microbatches
 from dflop_ds.runtime.costs import stage_boundaries
 from dflop_ds.runtime.setup import resolve_stages
 from dflop_ds.shapes import SampleShape, ShapeTable
@@ -90,9 +90,18 @@ def test_auto_needs_a_cost_model(probed) -> None:
         stage_boundaries(_config(split="auto"), KINDS, 2, None, probed, 2)
 
 
+def _table(num_samples: int) -> ShapeTable:
+    rng = np.random.default_rng(7)
+    shapes = []
+    for index in range(num_samples):
+        tiles, text = int(rng.integers(0, 10)), int(rng.integers(20, 900))
+        shapes.append(SampleShape(str(index), tiles, 0, text, text + 25 * tiles, text // 2))
+    return ShapeTable.from_shapes(shapes)
+
+
 @pytest.mark.parametrize("samples_per_bin", [1, 3, 8])
 def test_profiled_microbatches_cover_one_to_twice_the_usual_size(samples_per_bin: int) -> None:
-    chosen = choose_microbatches(100, samples_per_bin, 64, seed=3)
+    chosen = choose_microbatches(_table(100), samples_per_bin, 64, seed=3)
     assert len(chosen) == 64
     assert {len(members) for members in chosen} == set(range(1, max(2, 2 * samples_per_bin) + 1))
     rows = [row for members in chosen for row in members]
@@ -101,17 +110,17 @@ def test_profiled_microbatches_cover_one_to_twice_the_usual_size(samples_per_bin
 
 
 def test_profiled_microbatches_of_a_small_data_set() -> None:
-    chosen = choose_microbatches(3, 4, 32, seed=0)
+    chosen = choose_microbatches(_table(3), 4, 32, seed=0)
     assert {len(members) for members in chosen} == set(range(1, 9)), "samples repeat inside a bin"
     assert {row for members in chosen for row in members} == {0, 1, 2}
 
 
 def test_profiled_microbatches_depend_on_the_seed_alone() -> None:
-    assert choose_microbatches(50, 4, 16, seed=1) == choose_microbatches(50, 4, 16, seed=1)
-    assert choose_microbatches(50, 4, 16, seed=1) != choose_microbatches(50, 4, 16, seed=2)
+    assert choose_microbatches(_table(50), 4, 16, seed=1) == choose_microbatches(_table(50), 4, 16, seed=1)
+    assert choose_microbatches(_table(50), 4, 16, seed=1) != choose_microbatches(_table(50), 4, 16, seed=2)
 
 
 def test_profiled_microbatches_reach_twice_a_large_usual_size() -> None:
-    sizes = {len(members) for members in choose_microbatches(1000, 64, 64, seed=0)}
+    sizes = {len(members) for members in choose_microbatches(_table(1000), 64, 64, seed=0)}
     assert min(sizes) == 1
     assert max(sizes) == 128

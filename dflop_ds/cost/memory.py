@@ -1,0 +1,245 @@
+"""Predicted bytes of a pipeline stage: weights and their state, activations in flight, buffers.
+
+The rules, with their sources:
+
+- Adam keeps two moments per parameter in fp32; mixed precision adds an fp32 copy of the weights, so
+  16-bit training holds 2 + 2 + 12 bytes per parameter, of which ZeRO-1 divides the 12 over the
+  data-parallel ranks (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1). DeepSpeed's bf16 pipeline
+  optimizer keeps fp32 gradients beside the 16-bit ones.
+- Under 1F1B stage s of p holds at most ``min(p - s, m)`` of m microbatches (Narayanan et al. 2021,
+  arXiv 2104.04473, section 2.2).
+- With checkpointing a layer keeps its input only; the layer that is recomputed holds the rest (Chen et
+  al. 2016, arXiv 1604.06174).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dflop_ds.cost.features import (
+    ENCODER_KINDS,
+    LAYER_KINDS,
+    FloatArray,
+    MicrobatchFeatures,
+    ProfileRow,
+    check_kind,
+    check_rows,
+)
+from dflop_ds.errors import CostModelError
+from dflop_ds.flops import IMAGE_CHANNELS, ModelDims
+
+_MOMENTS = 2
+_FP32_BYTES = 4
+_TERMS: dict[str, tuple[str, ...]] = {
+    "vision_embed": ("encoder_inputs",),
+    "vision_block": ("encoder_inputs",),
+    "projector": ("encoder_inputs", "media_tokens"),
+    "token_embed": ("llm_tokens", "media_tokens"),
+    "decoder_block": ("llm_tokens", "sum_squared_tokens", "num_segments"),
+    "norm": ("llm_tokens", "target_tokens"),
+    "head": ("target_tokens",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSetting:
+    """What decides the bytes per parameter and per value.
+
+    Attributes
+    ----------
+    value_bytes : int
+        4 for fp32, 2 for bf16.
+    data_parallel_size : int
+        Ranks that share the same stage.
+    zero_stage : int
+        0 or 1: ZeRO-1 divides the optimizer state.
+    activation_checkpointing : bool
+    """
+
+    value_bytes: int = 4
+    data_parallel_size: int = 1
+    zero_stage: int = 0
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.value_bytes not in (2, 4) or self.data_parallel_size < 1 or self.zero_stage not in (0, 1):
+            raise CostModelError(
+                "a training setting must have value_bytes 2 or 4, data_parallel_size of at least 1 and "
+                f"zero_stage 0 or 1, found {self}. Pipelines allow ZeRO-0 and ZeRO-1 only."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage on one rank, at its peak.
+
+    Attributes
+    ----------
+    parameters_bytes, gradients_bytes, optimizer_bytes : float
+    activations_bytes : float
+        Kept from forward to backward, for all microbatches in flight, logits and loss included.
+    recompute_bytes : float
+        What the layer that is being recomputed holds; 0 without checkpointing.
+    logits_bytes : float
+        Logits, their fp32 copy and their gradient of one microbatch while the loss is taken.
+    communication_bytes : float
+        Receive buffers of activations and gradients at the borders of the stage.
+    """
+
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    recompute_bytes: float
+    logits_bytes: float
+    communication_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """Sum of all parts."""
+        return float(sum(dataclasses.astuple(self)))
+
+
+class MemoryModel:
+    """Predicted peak bytes of stages, from the activation bytes of a profile.
+
+    Activation bytes are exact sums of tensor sizes, linear in the sizes of a microbatch: a non-negative
+    fit finds the bytes per tile, per token and so on of every layer kind.
+
+    Parameters
+    ----------
+    rows : sequence of ProfileRow
+        With measured ``activation_bytes``.
+    parameters : dict of str to int
+        Number of parameters of one layer of each kind.
+    dims : ModelDims
+    value_bytes : int
+        Bytes per value under which the rows were measured.
+
+    Raises
+    ------
+    CostModelError
+        If a kind has no measured bytes, or no number of parameters.
+    """
+
+    def __init__(
+        self, rows: Sequence[ProfileRow], parameters: Mapping[str, int], dims: ModelDims, value_bytes: int = 4
+    ) -> None:
+        check_rows(rows)
+        self.dims = dims
+        self.parameters = dict(parameters)
+        self.value_bytes = value_bytes
+        self._coefficients: dict[str, FloatArray] = {}
+        for kind in LAYER_KINDS:
+            kind_rows = [row for row in rows if row.kind == kind]
+            if not kind_rows:
+                continue
+            kept = np.array([row.activation_bytes for row in kind_rows], dtype=np.float64)
+            if not kept.any() or kind not in self.parameters:
+                raise CostModelError(
+                    f"a memory model must have activation bytes and a number of parameters for {kind!r}, "
+                    f"found {kept.max():.0f} bytes and {self.parameters.get(kind)} parameters. "
+                    "Run `dflop-ds profile model` again."
+                )
+            self._coefficients[kind] = _fit(_terms(kind, MicrobatchFeatures.from_rows(kind_rows)), kept)
+
+    def activation_bytes(self, kind: str, features: MicrobatchFeatures) -> FloatArray:
+        """Bytes that one layer keeps from forward to backward without checkpointing, shape (n,)."""
+        check_kind(kind)
+        if kind not in self._coefficients:
+            raise CostModelError(
+                f"the memory model must have been fitted with rows of {kind!r}, found "
+                f"{sorted(self._coefficients)}. Profile this layer kind."
+            )
+        kept: FloatArray = _terms(kind, features) @ self._coefficients[kind]
+        return np.where(features.work_mask(kind), kept, 0.0)
+
+    def input_bytes(self, kind: str, features: MicrobatchFeatures, value_bytes: int) -> FloatArray:
+        """Bytes of the tensor that enters a layer, which is what checkpointing keeps, shape (n,)."""
+        vision, hidden = self.dims.vision, self.dims.llm.hidden
+        if kind == "vision_embed":
+            values = features.encoder_inputs * IMAGE_CHANNELS * vision.tile_px * vision.tile_px
+        elif kind in ENCODER_KINDS:
+            values = features.encoder_inputs * vision.patches_per_tile * vision.hidden
+        elif kind == "token_embed":
+            values = features.media_tokens * hidden
+        else:
+            values = (features.target_tokens if kind == "head" else features.llm_tokens) * hidden
+        return values * float(value_bytes)
+
+    def stage(
+        self,
+        stages: Sequence[Sequence[str]],
+        index: int,
+        features: MicrobatchFeatures,
+        setting: TrainingSetting,
+    ) -> StageMemory:
+        """Peak bytes of one stage on one rank.
+
+        Parameters
+        ----------
+        stages : sequence of sequences of str
+            Layer kinds of every stage.
+        index : int
+            The stage.
+        features : MicrobatchFeatures
+            The microbatches of a step on one replica; the largest ones are assumed to be in flight.
+        setting : TrainingSetting
+        """
+        kinds, last = list(stages[index]), index == len(stages) - 1
+        num_parameters = float(sum(self.parameters[kind] for kind in kinds))
+        scale = setting.value_bytes / self.value_bytes
+        full = {kind: self.activation_bytes(kind, features) * scale for kind in dict.fromkeys(kinds)}
+        if setting.activation_checkpointing:
+            per_microbatch = sum(self.input_bytes(k, features, setting.value_bytes) for k in kinds)
+            recompute = max(float(full[kind].max()) for kind in kinds)
+        else:
+            per_microbatch, recompute = sum(full[kind] for kind in kinds), 0.0
+        in_flight = min(len(stages) - index, len(features))
+        largest = np.sort(per_microbatch)[::-1][:in_flight]
+        borders = ([kinds[0]] if index else []) + ([] if last else [stages[index + 1][0]])
+        buffers = [self.input_bytes(kind, features, setting.value_bytes).max() for kind in borders]
+        return StageMemory(
+            parameters_bytes=num_parameters * setting.value_bytes,
+            gradients_bytes=num_parameters * _gradient_bytes(setting),
+            optimizer_bytes=num_parameters * _optimizer_bytes(setting),
+            activations_bytes=float(largest.sum()),
+            recompute_bytes=recompute,
+            logits_bytes=self._logits_bytes(features, setting) if "head" in kinds else 0.0,
+            communication_bytes=float(sum(buffers)),
+        )
+
+    def _logits_bytes(self, features: MicrobatchFeatures, setting: TrainingSetting) -> float:
+        """Logits with their gradient, and both again in fp32 where training is in 16 bit."""
+        per_value = 2 * setting.value_bytes + (2 * _FP32_BYTES if setting.value_bytes < _FP32_BYTES else 0)
+        return float(features.target_tokens.max()) * self.dims.llm.vocab * per_value
+
+
+def _gradient_bytes(setting: TrainingSetting) -> float:
+    return setting.value_bytes + (_FP32_BYTES if setting.value_bytes < _FP32_BYTES else 0)
+
+
+def _optimizer_bytes(setting: TrainingSetting) -> float:
+    copies = _MOMENTS
+    if setting.value_bytes < _FP32_BYTES or setting.zero_stage == 1:
+        copies += 1  # the fp32 copy of the weights that the optimizer steps
+    share = setting.data_parallel_size if setting.zero_stage == 1 else 1
+    return copies * _FP32_BYTES / share
+
+
+def _terms(kind: str, features: MicrobatchFeatures) -> FloatArray:
+    columns = [np.ones(len(features)), *(getattr(features, name) for name in _TERMS[kind])]
+    return np.column_stack(columns)
+
+
+def _fit(terms: FloatArray, kept: FloatArray) -> FloatArray:
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+    weights = 1.0 / np.maximum(kept, 1.0)
+    scales = np.maximum(np.linalg.norm(terms * weights[:, np.newaxis], axis=0), 1e-300)
+    solution, _ = nnls(terms * weights[:, np.newaxis] / scales, kept * weights)
+    fitted: FloatArray = np.asarray(solution, dtype=np.float64) / scales
+    return fitted

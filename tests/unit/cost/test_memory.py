@@ -1,0 +1,161 @@
+"""The memory model, against tensors that autograd really keeps and against what an optimizer holds."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from dflop_ds.cost.features import MicrobatchFeatures, ProfileRow
+from dflop_ds.cost.memory import MemoryModel, TrainingSetting
+from dflop_ds.data.collate import PackedCollator
+from dflop_ds.data.dataset import from_pretrained_dir
+from dflop_ds.data.demo import build_demo
+from dflop_ds.data.demo_model import TinyModelDims
+from dflop_ds.data.probe import probe
+from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.errors import CostModelError
+from dflop_ds.flops import ModelDims
+from dflop_ds.models.llava_onevision import pipeline_layers
+from dflop_ds.profiling.harness import Bench, profile_layers
+from dflop_ds.profiling.selection import choose_microbatches
+from dflop_ds.profiling.timer import LayerTimer, SavedBytes
+from dflop_ds.runtime.loss import packed_loss
+
+
+class Measured:
+    """A profile of a small model and the bench to run its stages on."""
+
+    def __init__(self, folder):
+        dims = TinyModelDims(vision_hidden=64, vision_layers=3, text_hidden=96, text_layers=4)
+        demo = build_demo(folder, num_samples=24, seed=1, dims=dims)
+        dataset = from_pretrained_dir(demo.model_dir, demo.train_path, media_root=demo.media_root)
+        found = probe(dataset, max_tokens=9000, progress=False)
+        config = AutoConfig.from_pretrained(demo.model_dir)
+        self.plans = pipeline_layers(config)
+        self.table = found.table
+        probed = ProbedDataset(dataset, found.table, found.rows)
+        collate = PackedCollator(0, tile_px=dataset.rule.tile_px, reduction="token", normalise="none")
+        timer = LayerTimer(torch.device("cpu"), False, packed_loss)
+        self.bench = Bench(probed, collate, timer, torch.float32)
+        profile = profile_layers(
+            self.plans,
+            probed,
+            choose_microbatches(found.table, 2, 10, 0),
+            collate_fn=collate,
+            loss_fn=packed_loss,
+            device=timer.device,
+            dtype=torch.float32,
+        )
+        self.dims = ModelDims.from_hf_config(config.to_dict())
+        self.model = MemoryModel(profile.rows, profile.parameters, self.dims)
+        kinds = [plan.kind for plan in self.plans]
+        self.cut = 5
+        self.stages = [kinds[: self.cut], kinds[self.cut :]]
+        self.layers = [(plan, plan.build()) for plan in self.plans]
+
+    def kept_bytes(self, stage, bins):
+        """Bytes that autograd keeps while these microbatches are in flight."""
+        layers = self.layers[: self.cut] if stage == 0 else self.layers[self.cut :]
+        alive = []
+        with SavedBytes([layer for _, layer in self.layers]) as saved:
+            for members in bins:
+                _, hidden, vector, labels = self.bench.inputs(members)
+                for _, layer in self.layers[: self.cut] if stage == 1 else ():
+                    with torch.no_grad():
+                        hidden = layer((hidden, vector))[0]
+                leaf = hidden.detach().requires_grad_(stage == 1)
+                alive.append(self.bench.timer._forward(layers, leaf, vector, labels))
+        return saved.total_bytes
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return Measured(tmp_path_factory.mktemp("memory"))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_activations_in_flight_match_the_tensors_that_are_kept(measured, stage):
+    rng = np.random.default_rng(2)
+    bins = [rng.integers(len(measured.table), size=2).tolist() for _ in range(4)]
+    features = MicrobatchFeatures.from_bins(measured.table, bins)
+    predicted = measured.model.stage(measured.stages, stage, features, TrainingSetting())
+    single = [measured.kept_bytes(stage, [members]) for members in bins]
+    in_flight = [bins[i] for i in np.argsort(single)[::-1][: 2 - stage]]
+    assert predicted.activations_bytes == pytest.approx(measured.kept_bytes(stage, in_flight), rel=0.12)
+
+
+def test_layer_bytes_match_on_other_shapes(measured):
+    members = [[5, 6, 7]]
+    features = MicrobatchFeatures.from_bins(measured.table, members)
+    _, hidden, vector, labels = measured.bench.inputs(members[0])
+    for built in measured.layers[:1] + measured.layers[1:2]:
+        kept = measured.bench.timer.activation_bytes(built, hidden, vector, labels)
+        predicted = measured.model.activation_bytes(built[0].kind, features)[0]
+        assert predicted == pytest.approx(kept, rel=0.03)
+        with torch.no_grad():
+            hidden = built[1]((hidden, vector))[0]
+
+
+def test_weights_gradients_and_optimizer_state(measured):
+    layers = torch.nn.ModuleList(layer for _, layer in measured.layers[: measured.cut])
+    optimizer = torch.optim.AdamW(layers.parameters())
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    weights = sum(p.numel() * p.element_size() for p in layers.parameters())
+    state = sum(
+        value.numel() * value.element_size()
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if value.dim()
+    )
+    features = MicrobatchFeatures.from_bins(measured.table, [[0]])
+    predicted = measured.model.stage(measured.stages, 0, features, TrainingSetting())
+    assert predicted.parameters_bytes == weights
+    assert predicted.gradients_bytes == weights
+    assert predicted.optimizer_bytes == state
+
+
+def test_zero_1_divides_the_optimizer_state(measured):
+    features = MicrobatchFeatures.from_bins(measured.table, [[0]])
+    plain = measured.model.stage(measured.stages, 1, features, TrainingSetting(value_bytes=2))
+    split = measured.model.stage(
+        measured.stages, 1, features, TrainingSetting(value_bytes=2, zero_stage=1, data_parallel_size=4)
+    )
+    assert plain.optimizer_bytes == 6 * plain.parameters_bytes
+    assert split.optimizer_bytes == plain.optimizer_bytes / 4
+    assert split.gradients_bytes == plain.gradients_bytes == 3 * plain.parameters_bytes
+
+
+def test_checkpointing_keeps_inputs_and_one_layer(measured):
+    bins = [[0, 1], [2, 3], [4, 5]]
+    features = MicrobatchFeatures.from_bins(measured.table, bins)
+    plain = measured.model.stage(measured.stages, 0, features, TrainingSetting())
+    light = measured.model.stage(measured.stages, 0, features, TrainingSetting(activation_checkpointing=True))
+    assert light.activations_bytes < plain.activations_bytes / 3
+    assert light.recompute_bytes > 0
+    assert light.total_bytes < plain.total_bytes
+
+
+def test_the_last_stage_holds_logits_and_one_microbatch(measured):
+    features = MicrobatchFeatures.from_bins(measured.table, [[0], [1], [2]])
+    first = measured.model.stage(measured.stages, 0, features, TrainingSetting())
+    last = measured.model.stage(measured.stages, 1, features, TrainingSetting())
+    assert first.logits_bytes == 0
+    assert last.logits_bytes == features.target_tokens.max() * measured.dims.llm.vocab * 8
+    one = measured.model.stage(
+        measured.stages, 1, MicrobatchFeatures.from_bins(measured.table, [[0]]), TrainingSetting()
+    )
+    assert last.activations_bytes >= one.activations_bytes
+    assert first.communication_bytes == last.communication_bytes > 0
+
+
+def test_rows_without_bytes_are_refused(measured):
+    row = ProfileRow("norm", 0, 0, 10, 100, 1, 5, 1e-4, 1e-4)
+    with pytest.raises(CostModelError, match="must have activation bytes"):
+        MemoryModel([row], {"norm": 96}, measured.dims)
+
+
+def test_zero_2_is_refused():
+    with pytest.raises(CostModelError, match="ZeRO-0 and ZeRO-1 only"):
+        TrainingSetting(zero_stage=2)

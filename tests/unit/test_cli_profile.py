@@ -1,0 +1,86 @@
+"""`dflop-ds profile`: shapes, a profile and its error report, through the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from dflop_ds.cli.main import main
+from dflop_ds.data.demo import build_demo
+from dflop_ds.data.demo_model import TinyModelDims
+from dflop_ds.shapes import ShapeTable
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    dims = TinyModelDims(vision_hidden=16, vision_layers=2, text_hidden=24, text_layers=2, text_heads=3)
+    dims = TinyModelDims(**{**vars(dims), "text_kv_heads": 1, "text_intermediate": 32})
+    paths = build_demo(folder, num_samples=24, seed=2, dims=dims)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "dflop": {
+            "model": {"path": str(paths.model_dir)},
+            "data": {"train_path": str(paths.train_path)},
+            "train": {"num_steps": 1},
+        },
+    }
+    path = folder / "ds.json"
+    path.write_text(json.dumps(config))
+    return str(path), paths
+
+
+def test_shapes_are_written_summarised_and_kept(demo, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "shapes.npz"
+    assert main(["profile", "data", demo[0], "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "llm_tokens" in printed
+    assert len(ShapeTable.load(out)) == 24
+    assert (tmp_path / "shapes.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("dflop_ds.data.dataset.LlavaDataset.shape", lambda *_: pytest.fail("read again"))
+    assert main(["profile", "data", demo[0], "--out", str(out)]) == 0
+
+
+def test_broken_files_are_listed(demo, tmp_path, capsys):
+    config = json.loads(Path(demo[0]).read_text())
+    records = [json.loads(line) for line in demo[1].train_path.read_text().splitlines()]
+    bad = next(record for record in records if isinstance(record.get("image"), str))
+    bad["image"] = "absent.jpg"
+    path = demo[1].train_path.with_name("with_bad.jsonl")
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config["dflop"]["data"]["train_path"] = str(path)
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    out = tmp_path / "shapes.npz"
+    assert main(["profile", "data", str(tmp_path / "ds.json"), "--out", str(out)]) == 1
+    printed = capsys.readouterr().out
+    assert "1 samples cannot be used" in printed
+    assert "absent.jpg" in printed
+    assert len(ShapeTable.load(out)) == 23
+
+
+def test_profile_and_report(demo, tmp_path, capsys, caplog):
+    out = tmp_path / "profile.json"
+    assert main(["profile", "model", demo[0], "--out", str(out), "--budget-s", "60"]) == 0
+    assert not list(tmp_path.glob("*.partial.jsonl"))
+    capsys.readouterr()
+    png = tmp_path / "scatter.png"
+    with caplog.at_level(logging.WARNING):
+        assert main(["profile", "report", demo[0], "--profile", str(out), "--png", str(png)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("stage 0", "stage 1", "decoder_block", "throughput interpolation", "p90 holds"):
+        assert text in printed
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_profile_of_another_model_is_refused(demo, tmp_path, capsys):
+    out = tmp_path / "profile.json"
+    assert main(["profile", "model", demo[0], "--out", str(out), "--budget-s", "0.1"]) == 0
+    content = json.loads(out.read_text())
+    content["fingerprint"]["model_hash"] = "0" * 64
+    out.write_text(json.dumps(content))
+    assert main(["profile", "report", demo[0], "--profile", str(out)]) == 2
+    assert "must be of this model" in capsys.readouterr().err
