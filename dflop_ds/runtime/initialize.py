@@ -20,6 +20,7 @@ from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.runtime import compat, distributed
 from dflop_ds.runtime.engine import DataPlan, DflopPipelineEngine
+from dflop_ds.runtime.shared_memory import forget_segment_names
 from dflop_ds.runtime.versions import require_supported_deepspeed
 from dflop_ds.scheduling.order import EpochOrder
 from dflop_ds.scheduling.planner import StepPlanner
@@ -100,6 +101,7 @@ def initialize(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
+    forget_segment_names()
     distributed.together(lambda: _check(ds_config, model, training_data, collate_fn, mpu))
     data_plan = None
     if training_data is not None:

@@ -34,6 +34,7 @@ from dflop_ds.models.weights import Checkpoint, load_layers
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.runtime import costs, distributed
 from dflop_ds.runtime.module import DflopPipelineModule
+from dflop_ds.runtime.shared_memory import forget_segment_names
 from dflop_ds.shapes import ShapeTable
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
     config : DflopConfig
         Its ``"dflop"`` block.
     """
+    forget_segment_names()
     distributed.together(lambda: validate_for_pipeline(ds_config))
     distributed.together(config.require_training_inputs)
     distributed.together(lambda: check_outputs(config))

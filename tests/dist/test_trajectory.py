@@ -141,6 +141,7 @@ def test_own_microbatches_are_one_mean(tiny_demo: Any, reference: dict[str, Any]
         # The plan goes on where it was: the second batch once more, now better known.
         assert rank["again"] < rank["own"]
         assert (rank["workers"], rank["left"]) == (1, 0)
+        assert rank["segments"] == []
 
 
 def test_same_seed_same_plans_and_every_sample_once(tiny_demo: Any, tmp_path: Path) -> None:
