@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file as well
+
 from benchmarks import environment
 from dflop_ds.config import load_ds_config, parse_dflop
 from dflop_ds.cost.alternatives import fit_predictors

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file as well
+
 from benchmarks import baselines, environment, instances
 from dflop_ds.scheduling.bound import lower_bound_s
 from dflop_ds.scheduling.ordering import step_makespan_s
