@@ -63,6 +63,8 @@ def build_demo(
 ) -> DemoPaths:
     """Write ``out/data`` and ``out/model``; the same arguments give the same files.
 
+    Of clips the frames are the same; their encoder does not promise the same bytes.
+
     About 45 % of the samples hold one image, 15 % several, 15 % a clip and 25 % text only.
 
     Parameters

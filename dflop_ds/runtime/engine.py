@@ -118,9 +118,9 @@ class DflopPipelineEngine(PipelineEngine):
             state[_CORRECTION_KEY] = self.adaptive.state_dict()
         return super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         """Load as DeepSpeed does, and the correction of predicted times where there is one."""
-        path, state = super().load_checkpoint(*args, **kwargs)
+        path, state = super().load_checkpoint(load_dir, *args, **kwargs)
         correction = state.pop(_CORRECTION_KEY, None) if isinstance(state, dict) else None
         if correction is not None and self.adaptive is not None:
             self.adaptive.load_state_dict(correction)
