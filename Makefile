@@ -43,8 +43,10 @@ format: ## rewrite the sources in the style that `lint` checks
 	$(BIN)/ruff check --isolated --fix $(RUFF_CHECK) $(SOURCES)
 	$(BIN)/ruff format --isolated $(RUFF_FORMAT) $(SOURCES)
 
-bench: ## run every benchmarks/bench_*.py
-	set -e; for script in $(wildcard benchmarks/bench_*.py); do $(PY) -m benchmarks.$$(basename $$script .py); done
+bench: ## run the benchmarks, about ten minutes; results in runs/bench
+	mkdir -p runs/bench
+	$(PY) benchmarks/scheduler.py --json runs/bench/scheduler.json
+	$(PY) benchmarks/cost_model.py --json runs/bench/cost_model.json
 
 compat: $(addprefix compat-,$(COMPAT)) ## contract tests with the oldest and the newest supported DeepSpeed
 
