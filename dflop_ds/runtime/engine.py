@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils.data import Dataset
 
 from dflop_ds.config import DflopConfig
 from dflop_ds.data.layout import PackedLayout
-from dflop_ds.errors import ConfigError, PlanError
+from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.errors import PlanError
 from dflop_ds.runtime import compat
 from dflop_ds.runtime.adaptive import AdaptivePlanner
 from dflop_ds.runtime.dataloader import DflopDataLoader
@@ -126,13 +126,13 @@ class DflopPipelineEngine(PipelineEngine):
             self.adaptive.load_state_dict(correction)
         return path, state
 
-    def evaluate(self, dataset: Dataset[Any], max_batches: int | None = None) -> float:
+    def evaluate(self, dataset: ProbedDataset, max_batches: int | None = None) -> float:
         """Mean loss over a data set; may be called between training steps.
 
         Parameters
         ----------
-        dataset : Dataset
-            With shapes, as for training; all ranks must pass the same one.
+        dataset : ProbedDataset
+            As for training; all ranks must pass the same one.
         max_batches : int, optional
             Global batches to evaluate; all by default.
         """
@@ -179,15 +179,12 @@ class DflopPipelineEngine(PipelineEngine):
             [(inputs, (targets, weights * scale, tag)) for inputs, (targets, weights, tag) in batches]
         )
 
-    def _build_data_iter(self, dataset: Dataset[Any]) -> None:
+    def _build_data_iter(self, dataset: ProbedDataset) -> None:
+        # initialize() has checked the kind of data set and that there is a collator.
         if self.data_plan is None:
             super()._build_data_iter(dataset)
             return
         config, planner = self.data_plan.config, self.data_plan.planner
-        if self.collate_fn is None:
-            raise ConfigError(
-                "collate_fn must be given with training_data; pass a PackedCollator to initialize()."
-            )
         replica = self.grid.get_data_parallel_rank()
         if config.cost.adaptive:
             self.adaptive = AdaptivePlanner(planner, self.stage_id, replica, self.num_stages)
@@ -201,9 +198,8 @@ class DflopPipelineEngine(PipelineEngine):
         )
         if not (self.is_first_stage() or self.is_last_stage()):
             return
-        without_pixels = getattr(dataset, "without_pixels", None)
         self._loader = DflopDataLoader(
-            dataset if self.is_first_stage() or without_pixels is None else without_pixels(),
+            dataset if self.is_first_stage() else dataset.without_pixels(),
             feed=self.feed,
             collate_fn=self.collate_fn,
             num_microbatches=self.micro_batches,

@@ -113,7 +113,7 @@ def profile_model(
     """
     config.require_training_inputs()
     model_config = read_model_config(config)
-    source = open_dataset(config, config.data.train_path)
+    source = open_dataset(config)
     found = _scan(source, config, model_config, config.data.shape_cache)
     dataset = ProbedDataset(source, found.table, found.rows)
     # Where the mean microbatch is given, the number of replicas need not be known.
