@@ -1,5 +1,6 @@
 """The ``"dflop"`` block of a DeepSpeed configuration, and the keys of DeepSpeed that we read."""
 
+from dflop_ds.config.data import DataConfig, LossConfig
 from dflop_ds.config.deepspeed_json import (
     BATCH_KEYS,
     BatchSizes,
@@ -7,20 +8,10 @@ from dflop_ds.config.deepspeed_json import (
     uses_bf16,
     validate_for_pipeline,
 )
-from dflop_ds.config.schema import (
-    BLOCK,
-    CostConfig,
-    DataConfig,
-    DflopConfig,
-    LossConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    TelemetryConfig,
-    TrainConfig,
-    json_schema,
-    parse_dflop,
-)
+from dflop_ds.config.model import ModelConfig, ParallelConfig
+from dflop_ds.config.scheduler import CostConfig, SchedulerConfig
+from dflop_ds.config.schema import BLOCK, DflopConfig, json_schema, parse_dflop
+from dflop_ds.config.training import TelemetryConfig, TrainConfig
 
 __all__ = [
     "BATCH_KEYS",
