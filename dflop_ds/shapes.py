@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,21 @@ from dflop_ds.errors import DataError
 
 SCHEMA_VERSION = 1
 
-_COLUMNS = ("num_tiles", "num_frames", "text_tokens", "llm_tokens", "target_tokens")
+Column = npt.NDArray[Any]
+"""One value per sample, int64 or float64."""
+
+SHAPE_COLUMNS: dict[str, np.dtype[Any]] = {
+    "num_tiles": np.dtype(np.int64),
+    "num_frames": np.dtype(np.int64),
+    "text_tokens": np.dtype(np.int64),
+    "llm_tokens": np.dtype(np.int64),
+    "target_tokens": np.dtype(np.int64),
+    "audio_s": np.dtype(np.float64),
+}
+"""Numeric fields of :class:`SampleShape`, in their order, with their types."""
+
+_OPTIONAL_COLUMNS = ("audio_s",)
+"""Columns that a table may lack; they are zero then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +55,8 @@ class SampleShape:
         Whole LLM sequence length, media tokens included.
     target_tokens : int
         Tokens that carry loss, after the shift by one.
+    audio_s : float
+        Length of its recordings, in seconds.
     """
 
     sample_id: str
@@ -49,6 +65,7 @@ class SampleShape:
     text_tokens: int
     llm_tokens: int
     target_tokens: int
+    audio_s: float = 0.0
 
     @property
     def encoder_inputs(self) -> int:
@@ -62,35 +79,38 @@ class ShapeTable:
     Parameters
     ----------
     sample_ids : sequence of str, length n
-    columns : dict of str to ndarray of int64, shape (n,)
-        One array per numeric field of :class:`SampleShape`.
+    columns : dict of str to ndarray, shape (n,)
+        One array per numeric field of :class:`SampleShape`; ``audio_s`` may be left out where there
+        is no audio.
 
     Raises
     ------
     DataError
-        If a column is missing, of another length or negative.
+        If a column is missing, of another length, negative or not finite.
     """
 
-    def __init__(self, sample_ids: Sequence[str], columns: dict[str, npt.NDArray[np.int64]]) -> None:
+    def __init__(self, sample_ids: Sequence[str], columns: dict[str, Column]) -> None:
         self.sample_ids: list[str] = list(sample_ids)
-        missing = [name for name in _COLUMNS if name not in columns]
+        needed = [name for name in SHAPE_COLUMNS if name not in _OPTIONAL_COLUMNS]
+        missing = [name for name in needed if name not in columns]
         if missing:
             raise DataError(
-                f"a shape table needs the columns {list(_COLUMNS)}; {missing} are missing. Probe the "
-                f"data again."
+                f"a shape table needs the columns {needed}; {missing} are missing. Probe the data again."
             )
-        self._columns: dict[str, npt.NDArray[np.int64]] = {}
-        for name in _COLUMNS:
-            column = np.asarray(columns[name], dtype=np.int64)
+        self._columns: dict[str, Column] = {}
+        for name, dtype in SHAPE_COLUMNS.items():
+            column = np.asarray(columns.get(name, np.zeros(len(self.sample_ids))), dtype=dtype)
             if column.shape != (len(self.sample_ids),):
                 raise DataError(
                     f"column {name!r} must have {len(self.sample_ids)} rows, found shape "
                     f"{column.shape}. Probe the data again."
                 )
-            if column.size and int(column.min()) < 0:
-                row = int(column.argmin())
+            bad = ~((column >= 0) & np.isfinite(column))
+            if bad.any():
+                row = int(bad.argmax())
                 raise DataError(
-                    f"column {name!r} must not be negative, found {int(column[row])}. Probe the data again.",
+                    f"column {name!r} must be finite and not negative, found {column[row]}. "
+                    "Probe the data again.",
                     self.sample_ids[row],
                 )
             self._columns[name] = column
@@ -99,14 +119,17 @@ class ShapeTable:
     def from_shapes(cls, shapes: Iterable[SampleShape]) -> ShapeTable:
         """Build a table from single shapes."""
         rows = list(shapes)
-        columns = {name: np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in _COLUMNS}
+        columns = {
+            name: np.array([getattr(row, name) for row in rows], dtype=dtype)
+            for name, dtype in SHAPE_COLUMNS.items()
+        }
         return cls([row.sample_id for row in rows], columns)
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
     def __getitem__(self, row: int) -> SampleShape:
-        return SampleShape(self.sample_ids[row], *(int(self._columns[name][row]) for name in _COLUMNS))
+        return SampleShape(self.sample_ids[row], *(self._columns[name][row].item() for name in SHAPE_COLUMNS))
 
     @property
     def num_tiles(self) -> npt.NDArray[np.int64]:
@@ -137,6 +160,11 @@ class ShapeTable:
     def target_tokens(self) -> npt.NDArray[np.int64]:
         """Supervised tokens per sample, shape (n,)."""
         return self._columns["target_tokens"]
+
+    @property
+    def audio_s(self) -> npt.NDArray[np.float64]:
+        """Seconds of audio per sample, shape (n,)."""
+        return self._columns["audio_s"]
 
     def take(self, rows: npt.ArrayLike) -> ShapeTable:
         """Table of the given rows (indices, not a mask), in the given order."""

@@ -71,6 +71,7 @@ def run_data(arguments: argparse.Namespace) -> int:
     from dflop_ds.config import load_ds_config, parse_dflop
     from dflop_ds.profiling.plots import draw_histograms
     from dflop_ds.runtime.setup import profile_data
+    from dflop_ds.shapes import SHAPE_COLUMNS
 
     config = parse_dflop(load_ds_config(arguments.config))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,11 +82,12 @@ def run_data(arguments: argparse.Namespace) -> int:
     draw_histograms(picture, found.table)
     print(f"{len(found.table)} samples in {arguments.out}, histograms in {picture}\n")
     print(f"{'per sample':<20}{'mean':>10}{'median':>10}{'p95':>10}{'max':>10}{'sum':>14}")
-    for name in ("num_tiles", "num_frames", "text_tokens", "llm_tokens", "target_tokens"):
+    for name in SHAPE_COLUMNS:
         column = getattr(found.table, name)
         median, high = np.quantile(column, [0.5, 0.95])
         print(
-            f"{name:<20}{column.mean():>10.1f}{median:>10.0f}{high:>10.0f}{column.max():>10}{column.sum():>14}"
+            f"{name:<20}{column.mean():>10.1f}{median:>10.0f}{high:>10.0f}{column.max():>10.0f}"
+            f"{column.sum():>14.0f}"
         )
     if found.dropped:
         print(f"\n{len(found.dropped)} samples cannot be used:")

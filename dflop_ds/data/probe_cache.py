@@ -14,15 +14,14 @@ import numpy as np
 
 from dflop_ds.data.dataset import LlavaDataset
 from dflop_ds.errors import DataError
-from dflop_ds.shapes import SampleShape
+from dflop_ds.shapes import SHAPE_COLUMNS, SampleShape
 
 logger = logging.getLogger(__name__)
 
 MISSING_STAMP = 0
 """Stamp of a sample that must be looked at again."""
 
-_SCHEMA_VERSION = 1
-_COLUMNS = ("num_tiles", "num_frames", "text_tokens", "llm_tokens", "target_tokens")
+_SCHEMA_VERSION = 2
 
 
 def media_stamp(dataset: LlavaDataset, index: int) -> int:
@@ -52,7 +51,8 @@ def save_shapes(path: Path, fingerprint: str, entries: Sequence[tuple[SampleShap
     """
     found = [(index, shape, stamp) for index, (shape, stamp) in enumerate(entries) if shape is not None]
     columns = {
-        name: np.array([getattr(shape, name) for _, shape, _ in found], dtype=np.int64) for name in _COLUMNS
+        name: np.array([getattr(shape, name) for _, shape, _ in found], dtype=dtype)
+        for name, dtype in SHAPE_COLUMNS.items()
     }
     arrays = {
         "schema_version": np.int64(_SCHEMA_VERSION),
@@ -85,13 +85,13 @@ def load_shapes(path: Path, fingerprint: str, dataset: LlavaDataset) -> dict[int
             _SCHEMA_VERSION,
             fingerprint,
         )
-        rows = zip(arrays["sample_ids"], *(arrays[name] for name in _COLUMNS), strict=True)
-        shapes = [SampleShape(str(row[0]), *(int(value) for value in row[1:])) for row in rows]
+        rows = zip(arrays["sample_ids"], *(arrays[name].tolist() for name in SHAPE_COLUMNS), strict=True)
+        shapes = [SampleShape(str(row[0]), *row[1:]) for row in rows]
         known = {
             int(index): (shape, int(stamp))
             for index, stamp, shape in zip(arrays["indices"], arrays["stamps"], shapes, strict=True)
         }
-        if any(int(arrays[name].min(initial=0)) < 0 for name in _COLUMNS):
+        if any(float(arrays[name].min(initial=0)) < 0 for name in SHAPE_COLUMNS):
             raise ValueError("a negative size")
     except (
         AttributeError,

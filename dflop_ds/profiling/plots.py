@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dflop_ds.cost.evaluation import HeldOut
 from dflop_ds.shapes import ShapeTable
@@ -16,7 +17,7 @@ _COLUMNS = 3
 
 def draw_histograms(path: str | Path, table: ShapeTable) -> None:
     """One histogram per column of a shape table, as PNG."""
-    columns = {
+    columns: dict[str, npt.NDArray[Any]] = {
         "tiles": table.num_tiles,
         "frames": table.num_frames,
         "tiles and frames": table.encoder_inputs,
@@ -24,6 +25,8 @@ def draw_histograms(path: str | Path, table: ShapeTable) -> None:
         "LLM tokens": table.llm_tokens,
         "supervised tokens": table.target_tokens,
     }
+    if table.audio_s.any():
+        columns["seconds of audio"] = table.audio_s
     figure, axes = _axes(len(columns))
     for axis, (name, column) in zip(axes, columns.items(), strict=False):
         axis.hist(column, bins=_BINS, color="tab:blue")

@@ -15,7 +15,7 @@ COLUMNS = ("num_tiles", "num_frames", "text_tokens", "llm_tokens", "target_token
 SHAPES = [
     SampleShape("a/1.json#0", 5, 0, 30, 3030, 12),
     SampleShape("Ω sample", 0, 32, 8, 6281, 0),
-    SampleShape("c", 0, 0, 4, 4, 3),
+    SampleShape("c", 0, 0, 4, 4, 3, audio_s=29.75),
 ]
 
 
@@ -79,10 +79,21 @@ def test_a_negative_value_is_named_with_its_sample(name: str) -> None:
     columns = _columns()
     columns[name] = np.array([3, -4])
     with pytest.raises(
-        DataError, match=f"sample 'b': column '{name}' must not be negative, found -4"
+        DataError, match=f"sample 'b': column '{name}' must be finite and not negative, found -4"
     ) as caught:
         ShapeTable(["a", "b"], columns)
     assert caught.value.sample_id == "b"
+
+
+@pytest.mark.parametrize("seconds", [-1.0, np.nan, np.inf])
+def test_seconds_that_are_no_duration_are_named(seconds: float) -> None:
+    columns = _columns() | {"audio_s": np.array([0.5, seconds])}
+    with pytest.raises(DataError, match="sample 'b': column 'audio_s' must be finite and not negative"):
+        ShapeTable(["a", "b"], columns)
+
+
+def test_a_table_without_audio_has_no_seconds() -> None:
+    assert ShapeTable(["a", "b"], _columns()).audio_s.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("column", [np.zeros(3, dtype=np.int64), np.zeros((2, 1), dtype=np.int64)])
