@@ -65,7 +65,7 @@ class LlavaDataset(Dataset[LoadedSample]):
     Parameters
     ----------
     records_path : str or Path
-        ``.json`` (a list) or ``.jsonl``.
+        ``.json`` (a list), ``.jsonl``, or a mixture of such files.
     media_root : str or Path
         Folder that relative media paths start from.
     tokenizer : PreTrainedTokenizerBase
@@ -79,6 +79,8 @@ class LlavaDataset(Dataset[LoadedSample]):
         Sampling rate of clips.
     load_pixels : bool
         False: media are looked at no further than their headers.
+    seed : int
+        Decides what a mixture draws.
 
     Raises
     ------
@@ -99,6 +101,7 @@ class LlavaDataset(Dataset[LoadedSample]):
         max_frames: int = DEFAULT_MAX_FRAMES,
         frames_per_second: float = DEFAULT_FRAMES_PER_SECOND,
         load_pixels: bool = True,
+        seed: int = 0,
     ) -> None:
         if max_frames < 1 or not frames_per_second > 0:
             raise ConfigError(
@@ -121,7 +124,7 @@ class LlavaDataset(Dataset[LoadedSample]):
         self.max_frames = max_frames
         self.frames_per_second = frames_per_second
         self.load_pixels = load_pixels
-        self._records = open_records(records_path)
+        self._records = open_records(records_path, seed)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -203,11 +206,8 @@ class LlavaDataset(Dataset[LoadedSample]):
 
     def fingerprint(self) -> str:
         """Checksum of everything but the media files that decides shapes."""
-        stat = self.records_path.stat()
         parts = [
-            str(self.records_path.resolve()),
-            stat.st_size,
-            stat.st_mtime_ns,
+            *self._records.fingerprint(),
             str(self.media_root.resolve()),
             repr(self.rule),
             self.max_frames,
@@ -312,6 +312,7 @@ def from_pretrained_dir(
     max_frames: int = DEFAULT_MAX_FRAMES,
     frames_per_second: float = DEFAULT_FRAMES_PER_SECOND,
     load_pixels: bool = True,
+    seed: int = 0,
 ) -> LlavaDataset:
     """Data set for the model in a local Hugging Face directory.
 
@@ -319,7 +320,7 @@ def from_pretrained_dir(
     ----------
     model_dir : str or Path
         Holds ``config.json``, ``tokenizer.json`` and ``preprocessor_config.json``; nothing is downloaded.
-    records_path, media_root, max_frames, frames_per_second, load_pixels
+    records_path, media_root, max_frames, frames_per_second, load_pixels, seed
         As :class:`LlavaDataset`.
 
     Raises
@@ -361,4 +362,5 @@ def from_pretrained_dir(
         max_frames=max_frames,
         frames_per_second=frames_per_second,
         load_pixels=load_pixels,
+        seed=seed,
     )

@@ -1,16 +1,20 @@
-"""Reading the records of a data set: a JSON list, or JSON lines at remembered offsets."""
+"""Reading the records of a data set: a JSON list, JSON lines at remembered offsets, or a mixture."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from dflop_ds.data.mixture import MIXTURE_KEY, Mixture, load_mixture_file
 from dflop_ds.errors import DataError
+
+_MIXTURE_SUFFIXES = (".yaml", ".yml")
 
 
 class Records(Protocol):
@@ -24,21 +28,61 @@ class Records(Protocol):
     def fallback_id(self, index: int) -> str:
         """Identifier of a record that names none."""
 
+    def fingerprint(self) -> list[Any]:
+        """Values for JSON that change whenever the records may have changed."""
 
-def open_records(path: str | Path) -> Records:
-    """Open ``.json`` (a list) or ``.jsonl`` (one record a line).
+
+def open_records(path: str | Path, seed: int = 0) -> Records:
+    """Open ``.json`` (a list), ``.jsonl`` (one record a line) or a mixture (``.yaml``, or ``.json``).
+
+    Parameters
+    ----------
+    path : str or Path
+    seed : int
+        Decides what a mixture draws.
 
     Raises
     ------
     DataError
-        If the file is missing, of another kind, or not a JSON list.
+        If the file is missing, of another kind, or neither a JSON list nor a mixture.
     """
     path = Path(path)
+    if path.suffix in _MIXTURE_SUFFIXES:
+        _check_exists(path)
+        return Mixture(path, load_mixture_file(path), seed=seed, open_file=_open_file)
+    records = _open_file(path, may_be_mixture=True)
+    if isinstance(records, Mapping):
+        return Mixture(path, records, seed=seed, open_file=_open_file)
+    return records
+
+
+def _open_file(path: Path, may_be_mixture: bool = False) -> Any:
+    """Records of one file; the content of a mixture file where one may stand here."""
     if path.suffix not in (".json", ".jsonl"):
-        raise DataError(f"records must be a .json or .jsonl file, found {path}; convert them.")
+        raise DataError(
+            f"records must be a .json or .jsonl file, or a mixture in .yaml, found {path}; convert them."
+        )
+    _check_exists(path)
+    if path.suffix == ".jsonl":
+        return JsonLines(path)
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} must be valid JSON, found {error}; correct it.") from error
+    if may_be_mixture and isinstance(content, Mapping) and MIXTURE_KEY in content:
+        return content
+    return JsonList(path, content)
+
+
+def _check_exists(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"the records file {path} must exist, found no such file; correct the path.")
-    return JsonLines(path) if path.suffix == ".jsonl" else JsonList(path)
+
+
+def _file_fingerprint(path: Path) -> list[Any]:
+    """Path, size and modification time."""
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 class JsonList:
@@ -47,17 +91,21 @@ class JsonList:
     Parameters
     ----------
     path : Path
+    records : object
+        Content of the file.
+
+    Raises
+    ------
+    DataError
+        If it is no list.
     """
 
-    def __init__(self, path: Path) -> None:
-        try:
-            records = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} must be valid JSON, found {error}; correct it.") from error
+    def __init__(self, path: Path, records: Any) -> None:
         if not isinstance(records, list):
             raise DataError(
                 f"{path} must hold a list of records, found {type(records).__name__}; convert it."
             )
+        self._path = path
         self._records: list[Any] = records
 
     def __len__(self) -> int:
@@ -69,6 +117,10 @@ class JsonList:
     def fallback_id(self, index: int) -> str:
         """Position in the list, from 0."""
         return f"record {index}"
+
+    def fingerprint(self) -> list[Any]:
+        """Path, size and modification time of the file."""
+        return _file_fingerprint(self._path)
 
 
 class JsonLines:
@@ -117,6 +169,10 @@ class JsonLines:
     def fallback_id(self, index: int) -> str:
         """Line number, from 1, as an editor shows it."""
         return f"line {int(self._lines[index])}"
+
+    def fingerprint(self) -> list[Any]:
+        """Path, size and modification time of the file."""
+        return _file_fingerprint(self._path)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}

@@ -298,6 +298,7 @@ def open_dataset(config: DflopConfig, records_path: str | None = None) -> LlavaD
         media_root=config.data.media_root or path.parent,
         max_frames=config.data.max_frames,
         frames_per_second=config.data.frames_per_second,
+        seed=config.seed,
     )
 
 
