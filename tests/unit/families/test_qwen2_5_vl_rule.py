@@ -1,0 +1,164 @@
+"""The media rule of Qwen2.5-VL against the processors of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2VLImageProcessorPil
+from transformers.image_utils import SizeDict
+from transformers.vision_utils import get_vision_attention_seqlens, get_vision_window_index
+
+from dflop_ds.errors import ConfigError, DataError
+from dflop_ds.families.qwen2_5_vl import PatchGrid, PixelBudget, Qwen25VlRule
+from tests.support.video_processor import qwen2_vl_video_source
+
+PUBLISHED = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2}
+"""Image settings of the published checkpoints."""
+
+ODD_SHAPES = [(1, 1), (16, 16), (1, 499), (1093, 5), (1, 200), (200, 1), (1, 201), (5, 1000)]
+ODD_SHAPES += [(56, 56), (28, 5600), (42, 42), (70, 98), (13, 2600), (20_000, 100), (9000, 9000)]
+
+
+def _shapes() -> list[tuple[int, int]]:
+    rng = np.random.default_rng(11)
+    usual = np.exp(rng.uniform(0, np.log(7000), size=(330, 2))).astype(int).tolist()
+    strips = [(int(side), int(side * ratio)) for side, ratio in rng.uniform((1, 150), (20, 250), (60, 2))]
+    return ODD_SHAPES + [(h, w) for h, w in usual] + strips + [(w, h) for h, w in strips]
+
+
+NARROW = {"size": {"shortest_edge": 10_000, "longest_edge": 20_000}}
+
+
+@pytest.mark.parametrize("settings", [{}, PUBLISHED, NARROW])
+def test_patches_equal_the_image_processor(settings: dict[str, Any]) -> None:
+    """Also refused are exactly the sizes that the processor refuses."""
+    processor = Qwen2VLImageProcessorPil(**settings)
+    rule = Qwen25VlRule.from_config({}, processor.to_dict())
+    num_refused = 0
+    shapes = _shapes()
+    assert len(shapes) >= 300
+    for height, width in shapes:
+        try:
+            counted = processor.get_number_of_image_patches(height, width)
+        except ValueError:
+            num_refused += 1
+            with pytest.raises(DataError, match="aspect ratio of at most 200"):
+                rule.image_grid(height, width)
+            continue
+        grid = rule.image_grid(height, width)
+        assert grid.num_patches == counted, (height, width)
+        assert rule.num_tokens(grid) == counted // 4
+    assert num_refused >= 20
+
+
+def test_grids_equal_those_of_real_pixels() -> None:
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 40})
+    rule = Qwen25VlRule.from_config({}, processor.to_dict())
+    small = [s for s in _shapes() if s[0] * s[1] <= 60_000 and max(s) / min(s) <= 200]
+    assert len(small) >= 100
+    for height, width in small:
+        image = np.zeros((height, width, 3), dtype=np.uint8)
+        found = processor(image, input_data_format="channels_last")
+        grid = rule.image_grid(height, width)
+        assert found["image_grid_thw"].tolist() == [[grid.frames, grid.rows, grid.columns]], (height, width)
+        assert found["pixel_values"].shape == (grid.num_patches, rule.values_per_patch)
+
+
+@pytest.fixture(scope="module")
+def video_source() -> Any:
+    return qwen2_vl_video_source()
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 31])
+def test_patches_of_clips_equal_the_video_processor(video_source: Any, num_frames: int) -> None:
+    processor = object.__new__(video_source.Qwen2VLVideoProcessor)
+    rule = Qwen25VlRule.from_config({})
+    for height, width in _shapes():
+        try:
+            counted = processor.get_num_of_video_patches(num_frames, height, width, {})
+        except ValueError:
+            with pytest.raises(DataError, match="aspect ratio of at most 200"):
+                rule.clip_grid(num_frames, height, width)
+            continue
+        assert rule.clip_grid(num_frames, height, width).num_patches == counted, (height, width)
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3, 31])
+def test_the_last_frame_of_an_odd_number_is_repeated(video_source: Any, num_frames: int) -> None:
+    processor = object.__new__(video_source.Qwen2VLVideoProcessor)
+    patches, *grid = processor.patchify(torch.zeros(1, num_frames, 3, 56, 84), 14, 2, 2)
+    budget = PixelBudget(1, 10**9)
+    rule = Qwen25VlRule(14, 2, 2, 112, 4, budget, budget, None, 1, 2)
+    found = rule.clip_grid(num_frames, 56, 84)
+    assert [found.frames, found.rows, found.columns] == grid
+    assert found.num_patches == patches.shape[1]
+
+
+@pytest.mark.parametrize("num_frames", [2, 64, 311, 768])
+def test_frames_of_a_capped_clip_share_its_budget(
+    video_source: Any, monkeypatch: pytest.MonkeyPatch, num_frames: int
+) -> None:
+    """``cap_pixels_per_frame``: the processor's resize is asked for the size it wants."""
+    processor_class = video_source.Qwen2VLVideoProcessor
+    asked = lambda self, image, size, resample: (size.height, size.width)  # noqa: E731
+    monkeypatch.setattr(video_source.BaseVideoProcessor, "resize", asked)
+    processor = object.__new__(processor_class)
+    settings = {"cap_pixels_per_frame": True, "max_video_tokens": 32_000}
+    processor.max_video_tokens = 32_000
+    rule = Qwen25VlRule.from_config({}, {}, settings)
+    for height, width in [(1080, 1920), (480, 640), (30, 900), (2000, 2000)]:
+        frames = torch.empty(1, num_frames, 3, height, width, device="meta")
+        options = {"factor": 28, "temporal_factor": 2, "cap_pixels_per_frame": True}
+        wanted = processor.resize(frames, SizeDict(**processor_class.size), 3, **options)
+        grid = rule.clip_grid(num_frames, height, width)
+        assert (grid.rows * 14, grid.columns * 14) == wanted, (height, width)
+
+
+@pytest.mark.parametrize("window_px", [112, 56, 60])
+def test_windows_equal_those_of_the_model(window_px: int) -> None:
+    rule = Qwen25VlRule.from_config({"vision_config": {"window_size": window_px}})
+    config = Qwen2_5_VLConfig().vision_config
+    for frames, rows, columns in np.random.default_rng(3).integers(1, 25, (60, 3)).tolist():
+        grid = PatchGrid(frames, 2 * rows, 2 * columns)
+        thw = torch.tensor([[frames, 2 * rows, 2 * columns]])
+        _, bounds = get_vision_window_index(thw, 2, window_px, 14)
+        lengths = bounds.diff().tolist()
+        assert rule.window_lengths(grid) == lengths
+        assert rule.num_windows(grid) == len(lengths)
+        assert rule.sum_squared_windows(grid) == sum(length**2 for length in lengths)
+        bounds, _ = get_vision_attention_seqlens(thw, config)
+        assert grid.sum_squared_frames == sum(length**2 for length in bounds.diff().tolist())
+
+
+def test_seconds_between_temporal_patches() -> None:
+    """A clip of 90 frames at 30 a second, 6 of them used: 2 a second, so a temporal patch lasts a second."""
+    rule = Qwen25VlRule.from_config({})
+    assert rule.seconds_per_patch(6, 90, 30.0) == pytest.approx(1.0)
+    assert rule.seconds_per_patch(6, 90, 0.0) == pytest.approx(2 / 24)
+
+
+def test_impossible_media_are_refused() -> None:
+    rule = Qwen25VlRule.from_config({})
+    with pytest.raises(DataError, match="at least 1 x 1 pixel"):
+        rule.image_grid(0, 5)
+    with pytest.raises(DataError, match="at least 1 frame"):
+        rule.clip_grid(0, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (({}, {"patch_size": 16}), "patch_size of preprocessor_config.json must be 14"),
+        (({}, {}, {"temporal_patch_size": 1}), "temporal_patch_size of video_preprocessor_config.json"),
+        (({}, {"do_resize": False}), "do_resize"),
+        (({}, {"min_pixels": 500, "max_pixels": 400}), "min_pixels <= max_pixels"),
+        (({"vision_config": {"patch_size": [14, 14]}},), "patch_px"),
+        (({"vision_config": {"window_size": 20}},), "window_size"),
+    ],
+)
+def test_contradictory_files_are_refused(files: tuple[dict[str, Any], ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Qwen25VlRule.from_config(*files)
