@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from dflop_ds.errors import DataError
 
-_REMEDY = (
+FILE_REMEDY = (
     'replace the file or drop the sample; "scan": "decode" with "broken": "drop" finds such files beforehand.'
 )
 _SIDEWAYS = (5, 6, 7, 8)
@@ -53,7 +53,7 @@ class ClipInfo:
 
 
 @contextlib.contextmanager
-def _naming(path: Path, what: str) -> Iterator[None]:
+def naming_file(path: Path, what: str) -> Iterator[None]:
     """Turn any failure inside into a DataError about ``path``.
 
     Decoders raise almost anything on damaged input (SyntaxError, KeyError, struct.error, ...).
@@ -68,7 +68,7 @@ def _naming(path: Path, what: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        raise DataError(f"{what} {path} must be readable, found {found}; {_REMEDY}") from error
+        raise DataError(f"{what} {path} must be readable, found {found}; {FILE_REMEDY}") from error
 
 
 def image_size(path: str | Path) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def image_size(path: str | Path) -> tuple[int, int]:
         If the file is missing or no image.
     """
     path = Path(path)
-    with _naming(path, "image"), Image.open(path) as image:
+    with naming_file(path, "image"), Image.open(path) as image:
         width, height = image.size
         if isinstance(image, TiffImagePlugin.TiffImageFile):
             # Some versions of Pillow turn the size of a TIFF upright when they open it.
@@ -137,7 +137,7 @@ def load_image(path: str | Path) -> Image.Image:
         If the file cannot be decoded.
     """
     path = Path(path)
-    with _naming(path, "image"), Image.open(path) as opened:
+    with naming_file(path, "image"), Image.open(path) as opened:
         opened.load()
         image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I;16"):
@@ -156,12 +156,12 @@ def clip_info(path: str | Path) -> ClipInfo:
         If the file is missing, no video, or has no frame.
     """
     path = Path(path)
-    with _naming(path, "clip"), av.open(str(path)) as container:
+    with naming_file(path, "clip"), av.open(str(path)) as container:
         stream = _video_stream(container, path)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
         num_frames = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
         if num_frames < 1:
-            raise DataError(f"clip {path} must have at least one frame, found none; {_REMEDY}")
+            raise DataError(f"clip {path} must have at least one frame, found none; {FILE_REMEDY}")
         if stream.duration is not None and stream.time_base is not None:
             duration_s = float(stream.duration * stream.time_base)
         elif container.duration is not None:
@@ -230,7 +230,7 @@ def load_frames(path: str | Path, indices: Sequence[int]) -> list[npt.NDArray[np
     wanted = set(indices)
     frames: list[npt.NDArray[np.uint8]] = []
     num_decoded = 0
-    with _naming(path, "clip"), av.open(str(path)) as container:
+    with naming_file(path, "clip"), av.open(str(path)) as container:
         for frame in container.decode(_video_stream(container, path)):
             if num_decoded in wanted:
                 pixels = frame.to_ndarray(format="rgb24")
@@ -239,11 +239,13 @@ def load_frames(path: str | Path, indices: Sequence[int]) -> list[npt.NDArray[np
             if len(frames) == len(wanted):
                 break
     if len(frames) < len(wanted):
-        raise DataError(f"clip {path} must hold frame {max(wanted)}, found {num_decoded} frames; {_REMEDY}")
+        raise DataError(
+            f"clip {path} must hold frame {max(wanted)}, found {num_decoded} frames; {FILE_REMEDY}"
+        )
     return frames
 
 
 def _video_stream(container: av.container.InputContainer, path: Path) -> av.VideoStream:
     if not container.streams.video:
-        raise DataError(f"clip {path} must have a video stream, found none; {_REMEDY}")
+        raise DataError(f"clip {path} must have a video stream, found none; {FILE_REMEDY}")
     return container.streams.video[0]
