@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
 from dflop_ds.config import DflopConfig, load_ds_config, parse_dflop
 from dflop_ds.errors import DflopError
+from dflop_ds.runtime import distributed
 from dflop_ds.runtime.initialize import initialize
 from dflop_ds.runtime.report import write_reports
 from dflop_ds.runtime.setup import Setup, prepare
@@ -48,7 +48,7 @@ def train(args: argparse.Namespace) -> None:
     require_supported_deepspeed()
     ds_config = load_ds_config(args.deepspeed_config or "")
     config = parse_dflop(ds_config)
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    distributed.start()
     setup = prepare(ds_config, config)
     engine, _, _, _ = initialize(
         model=setup.model,

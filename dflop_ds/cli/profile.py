@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,11 @@ def _subject(
 
 
 def run_model(arguments: argparse.Namespace) -> int:
-    """Measure and save; ``dflop.cost.profile`` may then name the file."""
+    """Measure and save; ``dflop.cost.profile`` may then name the file.
+
+    Started on several ranks by a launcher, it times layers cut over them (tensor parallelism), and
+    rank 0 writes.
+    """
     from dflop_ds.config import load_ds_config, parse_dflop
     from dflop_ds.runtime.setup import profile_model  # imports torch and DeepSpeed
 
@@ -55,8 +60,12 @@ def run_model(arguments: argparse.Namespace) -> int:
         cost = config.cost.model_copy(update={"profile_budget_s": arguments.budget_s})
         config = config.model_copy(update={"cost": cost})
     table = profile_model(ds_config, config, partial)
+    if int(os.environ.get("RANK", "0")) != 0:
+        return 0
     table.save(arguments.out)
-    print(f"wrote {len(table)} layer timings of {table.fingerprint.hardware} to {arguments.out}")
+    degree = table.fingerprint.tensor_parallel_degree
+    cut = f", cut over {degree} ranks" if degree > 1 else ""
+    print(f"wrote {len(table)} layer timings of {table.fingerprint.hardware}{cut} to {arguments.out}")
     for limit in table.limits:
         print(f"out of memory: {limit}")
     return 0

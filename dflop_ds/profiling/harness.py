@@ -19,6 +19,7 @@ from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.models.layers import LayerPlan
 from dflop_ds.profiling.partial import PartialProfile
 from dflop_ds.profiling.table import ProfileLimit
+from dflop_ds.profiling.tensor_parallel import Group, OneRank
 from dflop_ds.profiling.timer import BuiltLayer, LayerTimer, Loss, Timings, median_is_known
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ def profile_layers(
     budget_s: float = 30.0,
     partial: Path | None = None,
     partial_key: str = "",
+    group: Group | None = None,
 ) -> LayerProfile:
     """Forward and backward seconds of one layer of every kind on each microbatch.
 
@@ -113,27 +115,34 @@ def profile_layers(
         File that keeps finished microbatches, so that an interrupted profile goes on where it stopped.
     partial_key : str
         What the measurements depend on; a partial file of another key is not used.
+    group : Group, optional
+        Ranks that hold a share of every layer each; all of them must call. Times are those of the calling
+        rank, waiting for the others included, and only the first rank writes the partial file.
 
     Returns
     -------
     LayerProfile
     """
+    group = group or OneRank()
     layers = one_of_each_kind(plans, device, dtype)
-    bench = Bench(probed, collate_fn, LayerTimer(device, activation_checkpointing, loss_fn), dtype)
+    parameters = {plan.kind: _num_parameters(layer) for plan, layer in layers}
+    layers = [(plan, group.shard(layer)) for plan, layer in layers]
+    timer = LayerTimer(device, activation_checkpointing, loss_fn, alone=group.size == 1)
+    bench = Bench(probed, collate_fn, timer, dtype)
     kept = None if partial is None else PartialProfile(partial, f"{partial_key} {list(microbatches)}")
-    profile = LayerProfile(parameters={plan.kind: _num_parameters(layer) for plan, layer in layers})
+    profile = LayerProfile(parameters=parameters)
     start_s = time.perf_counter()
-    hidden = not sys.stderr.isatty()
+    hidden = not (group.is_first and sys.stderr.isatty())
     bar = tqdm(microbatches, desc="profiling layers", unit="shape", disable=hidden)
     for number, members in enumerate(bar):
         found = None if kept is None else kept.get(number)
         if found is None:
-            over = time.perf_counter() - start_s > budget_s
+            [over] = group.agree([time.perf_counter() - start_s > budget_s])
             if over and number >= _FEWEST_SHAPES and _can_be_fitted(profile.rows):
                 logger.info("profiled %d of %d shapes within %.0f s", number, len(microbatches), budget_s)
                 break
-            found = _profile_one(layers, bench, members)
-            if kept is not None:
+            found = _profile_one(layers, bench, members, group)
+            if kept is not None and group.is_first:
                 kept.append(number, *found)
         profile.rows += found[0]
         profile.limits += found[1]
@@ -164,7 +173,7 @@ def _num_parameters(layer: torch.nn.Module) -> int:
 
 
 def _profile_one(
-    layers: Sequence[BuiltLayer], bench: Bench, members: Sequence[int]
+    layers: Sequence[BuiltLayer], bench: Bench, members: Sequence[int], group: Group
 ) -> tuple[list[ProfileRow], list[ProfileLimit]]:
     sizes, hidden, vector, labels = bench.inputs(members)
     columns = {name: int(column[0]) for name, column in vars(sizes).items()}
@@ -183,7 +192,7 @@ def _profile_one(
             break
         prepared.append((built, hidden, kept_bytes))
         hidden = output
-    timings = _repeat(bench.timer, prepared, vector, labels)
+    timings = _repeat(bench.timer, prepared, vector, labels, group)
     rows = []
     for ((plan, _), _, kept_bytes), timing in zip(prepared, timings, strict=True):
         if columns["encoder_inputs"] or plan.kind not in ENCODER_KINDS:
@@ -204,10 +213,12 @@ def _repeat(
     prepared: Sequence[tuple[BuiltLayer, torch.Tensor, int]],
     vector: torch.Tensor,
     labels: tuple[torch.Tensor, ...],
+    group: Group,
 ) -> list[Timings]:
     timings = [Timings() for _ in prepared]
     for _ in range(_MOST_REPEATS):
-        waiting = [i for i, timing in enumerate(timings) if not median_is_known(timing.totals_s())]
+        known = group.agree([median_is_known(timing.totals_s()) for timing in timings])
+        waiting = [index for index, done in enumerate(known) if not done]
         if not waiting:
             break
         for index in waiting:

@@ -19,7 +19,14 @@ SCHEMA_VERSION = 2
 
 MismatchPolicy = Literal["warn", "refuse"]
 
-_CONDITIONS = ("device", "hardware", "dtype", "attention", "activation_checkpointing")
+_CONDITIONS = (
+    "device",
+    "hardware",
+    "dtype",
+    "attention",
+    "activation_checkpointing",
+    "tensor_parallel_degree",
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -64,6 +71,8 @@ class Fingerprint:
         Whether backward times include a second forward.
     model_hash : str
         See :func:`model_hash`.
+    tensor_parallel_degree : int
+        Ranks over which every layer was cut.
     """
 
     device: str
@@ -73,6 +82,7 @@ class Fingerprint:
     attention: str
     activation_checkpointing: bool
     model_hash: str
+    tensor_parallel_degree: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +184,8 @@ class ProfileTable:
         expected : Fingerprint
             Of the run at hand.
         on_other_conditions : {"warn", "refuse"}
-            What to do when device, hardware, dtype, attention or activation checkpointing differ: log a
-            warning or raise. Other package versions are logged only.
+            What to do when device, hardware, dtype, attention, activation checkpointing or
+            tensor-parallel degree differ: log a warning or raise. Other package versions are logged only.
 
         Raises
         ------
@@ -212,9 +222,10 @@ class ProfileTable:
 
 def _read_fingerprint(stored: Mapping[str, Any]) -> Fingerprint:
     fingerprint = Fingerprint(**stored)
+    types = {"versions": dict, "activation_checkpointing": bool, "tensor_parallel_degree": int}
     for field in dataclasses.fields(Fingerprint):
         value = getattr(fingerprint, field.name)
-        wanted = {"versions": dict, "activation_checkpointing": bool}.get(field.name, str)
+        wanted = types.get(field.name, str)
         if not isinstance(value, wanted):
             raise TypeError(f"fingerprint.{field.name} is {value!r}")
     return fingerprint

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from dflop_ds.models.layers import LayerPlan, PipelineLayer
@@ -55,7 +56,8 @@ class LayerTimer:
     """Times layers under the setting of training.
 
     On CUDA the clock is synchronised. On the CPU with one computing thread it is the CPU time of that
-    thread: what other processes take away from it is not counted. With more threads it is wall time.
+    thread: what other processes take away from it is not counted. With more threads, or where other
+    ranks compute a share of the layer, it is wall time.
 
     Parameters
     ----------
@@ -64,14 +66,18 @@ class LayerTimer:
         Backward then includes the second forward.
     loss_fn : callable
         Runs after the last layer of the model.
+    alone : bool
+        False: other ranks compute a share of every layer, and waiting for them counts.
     """
 
-    def __init__(self, device: torch.device, activation_checkpointing: bool, loss_fn: Loss) -> None:
+    def __init__(
+        self, device: torch.device, activation_checkpointing: bool, loss_fn: Loss, *, alone: bool = True
+    ) -> None:
         self.device = device
         self.activation_checkpointing = activation_checkpointing
         self.loss_fn = loss_fn
-        alone = device.type == "cpu" and torch.get_num_threads() == 1
-        self._clock = time.thread_time if alone else time.perf_counter
+        one_thread = alone and device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if one_thread else time.perf_counter
 
     def run(
         self,
@@ -154,7 +160,7 @@ class SavedBytes:
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._known = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
+        self._known = {_storage(p).data_ptr() for module in modules for p in module.parameters()}
         # The storages are held: a freed one could lend its address to another tensor.
         self._storages: list[Any] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -169,12 +175,18 @@ class SavedBytes:
         self._storages.clear()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         if storage.data_ptr() not in self._known:
             self._known.add(storage.data_ptr())
             self._storages.append(storage)
             self.total_bytes += storage.nbytes()
         return tensor
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Memory of a tensor; of one that is cut over ranks, this rank's share."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()
 
 
 def _forward_of(plan: LayerPlan, layer: PipelineLayer, vector: torch.Tensor) -> Callable[[Any], Any]:

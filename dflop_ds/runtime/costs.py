@@ -27,6 +27,7 @@ from dflop_ds.models.layers import LayerPlan
 from dflop_ds.profiling.harness import profile_layers
 from dflop_ds.profiling.selection import choose_microbatches
 from dflop_ds.profiling.table import Fingerprint, ProfileTable, model_hash
+from dflop_ds.profiling.tensor_parallel import Group, OneRank, TensorParallelGroup
 from dflop_ds.runtime import distributed
 from dflop_ds.runtime.loss import packed_loss
 
@@ -41,7 +42,12 @@ def compute_dtype(ds_config: dict[str, Any]) -> torch.dtype:
     return torch.bfloat16 if uses_bf16(ds_config) else torch.float32
 
 
-def fingerprint(ds_config: dict[str, Any], config: DflopConfig, model_config: dict[str, Any]) -> Fingerprint:
+def fingerprint(
+    ds_config: dict[str, Any],
+    config: DflopConfig,
+    model_config: dict[str, Any],
+    tensor_parallel_degree: int = 1,
+) -> Fingerprint:
     """What a profile must have been measured under to be valid for this run."""
     device = distributed.device()
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
@@ -57,7 +63,18 @@ def fingerprint(ds_config: dict[str, Any], config: DflopConfig, model_config: di
         attention=config.model.attention,
         activation_checkpointing=config.parallel.activation_checkpointing,
         model_hash=model_hash(model_config),
+        tensor_parallel_degree=tensor_parallel_degree,
     )
+
+
+def profiling_group(model_config: dict[str, Any]) -> Group:
+    """The ranks that a launcher has started, as one tensor-parallel group; without one, this process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return OneRank()
+    distributed.start()
+    dims = ModelDims.from_hf_config(model_config)
+    heads = (dims.vision.num_heads, dims.llm.num_heads, dims.llm.num_kv_heads)
+    return distributed.together(lambda: TensorParallelGroup(distributed.device(), heads))
 
 
 def measure_profile(
@@ -70,10 +87,12 @@ def measure_profile(
     dtype: torch.dtype,
     samples_per_bin: int,
     partial: Path | None = None,
+    group: Group | None = None,
 ) -> ProfileTable:
     """Time one layer of every kind on this rank's device, at shapes of the data set.
 
     With `partial`, an interrupted measurement goes on where it stopped; the file is removed at the end.
+    With `group`, every layer is cut over its ranks, all of which must call.
     """
     # The sample with most media, once and twice: random draws may miss what is rare in the data.
     heaviest = int(probed.table.encoder_inputs.argmax())
@@ -91,6 +110,7 @@ def measure_profile(
         budget_s=config.cost.profile_budget_s,
         partial=partial,
         partial_key=repr(expected),
+        group=group,
     )
     table = ProfileTable(profile.rows, expected, profile.limits, profile.parameters)
     if partial is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -17,6 +19,22 @@ from dflop_ds.errors import DflopError
 logger = logging.getLogger(__name__)
 
 _OK, _FAILED = b"+", b"-"
+
+
+def start(**options: Any) -> None:
+    """Join the process group that the launcher describes, and take this rank's own device.
+
+    DeepSpeed takes the device only when it builds an engine; until then every rank of a machine would
+    run its collectives on the first one, which NCCL refuses.
+
+    Parameters
+    ----------
+    options
+        Of ``deepspeed.init_distributed``, which leaves an existing group as it is.
+    """
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), **options)
+    if "LOCAL_RANK" in os.environ:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def device() -> torch.device:

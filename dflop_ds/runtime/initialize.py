@@ -10,7 +10,6 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.pipe import PipelineModule
 
@@ -96,11 +95,7 @@ def initialize(
             mesh_param=mesh_param,
             **passed_on,
         )
-    deepspeed.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-    )
+    distributed.start(distributed_port=distributed_port, dist_init_required=dist_init_required)
     forget_segment_names()
     distributed.together(lambda: _check(ds_config, model, training_data, collate_fn, mpu))
     data_plan = None

@@ -102,7 +102,10 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
 def profile_model(
     ds_config: dict[str, Any], config: DflopConfig, partial: Path | None = None
 ) -> ProfileTable:
-    """Time one layer of every kind on this device, in one process without a process group.
+    """Time one layer of every kind on this device.
+
+    Where a launcher has started several ranks, they form one tensor-parallel group, and the share of a
+    layer that each of them computes is timed, communication included. All ranks must call.
 
     Parameters
     ----------
@@ -113,6 +116,8 @@ def profile_model(
     """
     config.require_training_inputs()
     model_config = read_model_config(config)
+    content = _content(model_config)
+    group = costs.profiling_group(content)
     source = open_dataset(config)
     found = _scan(source, config, model_config, config.data.shape_cache)
     dataset = ProbedDataset(source, found.table, found.rows)
@@ -124,11 +129,12 @@ def profile_model(
         dataset,
         layer_plans(ds_config, config, model_config),
         make_collator(source, config),
-        costs.fingerprint(ds_config, config, _content(model_config)),
+        costs.fingerprint(ds_config, config, content, group.size),
         config=config,
         dtype=costs.compute_dtype(ds_config),
         samples_per_bin=samples_per_bin,
         partial=partial,
+        group=group,
     )
 
 
