@@ -29,7 +29,7 @@ from dflop_ds.cost.features import (
     check_rows,
 )
 from dflop_ds.errors import CostModelError
-from dflop_ds.flops import IMAGE_CHANNELS, ModelDims
+from dflop_ds.flops import ModelDims
 
 _MOMENTS = 2
 _FP32_BYTES = 4
@@ -161,9 +161,9 @@ class MemoryModel:
         """Bytes of the tensor that enters a layer, which is what checkpointing keeps, shape (n,)."""
         vision, hidden = self.dims.vision, self.dims.llm.hidden
         if kind == "vision_embed":
-            values = features.encoder_inputs * IMAGE_CHANNELS * vision.tile_px * vision.tile_px
+            values = features.encoder_inputs * vision.values_per_input
         elif kind in ENCODER_KINDS:
-            values = features.encoder_inputs * vision.patches_per_tile * vision.hidden
+            values = features.encoder_inputs * vision.positions_per_input * vision.hidden
         elif kind == "token_embed":
             values = features.media_tokens * hidden
         else:

@@ -111,3 +111,54 @@ def test_bad_dims():
         flops.ModelDims.from_dict({"vision": {}, "llm": {}})
     with pytest.raises(CostModelError, match=r"LlmDims\.vocab"):
         flops.LlmDims(8, 16, 4, 2, 2, 2, vocab=0)
+
+
+AUDIO = flops.AudioDims(
+    hidden=16, intermediate=24, num_heads=2, num_layers=3, num_mel_bins=8, max_positions=50
+)
+
+
+def audio_config():
+    return {
+        "audio_config": {
+            "d_model": 16,
+            "encoder_ffn_dim": 24,
+            "encoder_attention_heads": 2,
+            "encoder_layers": 3,
+            "num_mel_bins": 8,
+            "max_source_positions": 50,
+        },
+        "text_config": hf_config()["text_config"],
+    }
+
+
+def test_audio_by_hand():
+    assert (AUDIO.values_per_input, AUDIO.positions_per_input) == (16, 1)
+    # two frames through 3 * 8 -> 16, one position through 3 * 16 -> 16.
+    assert flops.vision_embed_flops(AUDIO, 2.0) == 2 * (2 * 2 * 24 * 16 + 2 * 48 * 16)
+    # projections 4 * 16 * 16, MLP 2 * 16 * 24; attention to 50 positions 4 * 50 * 16.
+    assert flops.vision_block_flops(AUDIO, 5.0) == 5 * (2 * (1024 + 768) + 3200)
+    # one token, so one row of 16 -> 8, for two positions.
+    assert flops.projector_flops(flops.ModelDims(AUDIO, LLM), 4.0) == 2 * (2 * 16 * 8)
+
+
+def test_audio_window_costs_what_torch_counts():
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
+
+    config = Qwen2AudioEncoderConfig(**audio_config()["audio_config"])
+    encoder = Qwen2AudioEncoder._from_config(config, attn_implementation="eager")
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        encoder(torch.zeros(1, 8, 100))
+    blocks = AUDIO.num_layers * flops.vision_block_flops(AUDIO, 50.0)
+    assert counter.get_total_flops() == flops.vision_embed_flops(AUDIO, 50.0) + blocks
+
+
+def test_from_audio_config():
+    dims = flops.ModelDims.from_audio_config(audio_config())
+    assert dims == flops.ModelDims(AUDIO, flops.LlmDims(896, 4864, 14, 2, 64, 24, 152000))
+    assert flops.ModelDims.from_dict(dims.to_dict()) == dims
+    with pytest.raises(CostModelError, match="audio_config"):
+        flops.ModelDims.from_audio_config(hf_config())
