@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 import numpy.typing as npt
 
 from dflop_ds.errors import SchedulingError
-from dflop_ds.simulation.schedule import check_pipeline, num_slots
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from dflop_ds.simulation.schedule import check_pipeline
+from dflop_ds.simulation.slots import FloatArray, constant_transfers, in_slots, run, slots_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,47 +37,13 @@ class PipelineResult:
     backward_end_s: FloatArray
 
 
-@functools.lru_cache(maxsize=256)
-def _slot_indices(
-    num_stages: int, num_microbatches: int
-) -> list[tuple[IntArray, IntArray, IntArray, IntArray]]:
-    """Per slot: stages and microbatches that run a forward, then those that run a backward.
-
-    Inverts `forward_slot` and `backward_slot` of the schedule. Slots in order visit every event after all
-    that it depends on.
-    """
-    stages = np.arange(num_stages)
-    result = []
-    for slot in range(num_slots(num_stages, num_microbatches)):
-        columns: list[IntArray] = []
-        forward, backward = (slot - stages) // 2, (slot + 1 + stages) // 2 - num_stages
-        for microbatch, parity in ((forward, 0), (backward, 1)):
-            runs = ((slot - stages) % 2 == parity) & (microbatch >= 0) & (microbatch < num_microbatches)
-            columns += [stages[runs], microbatch[runs]]
-        result.append((columns[0], columns[1], columns[2], columns[3]))
-    return result
-
-
 def _ends_s(forward_s: FloatArray, backward_s: FloatArray, send_s: float) -> tuple[FloatArray, FloatArray]:
     """End of each forward and backward; arrays of shape (num_stages, num_microbatches, num_cases)."""
-    num_stages, num_microbatches, num_cases = forward_s.shape
-    free_s = np.zeros((num_stages, num_cases))
-    # Row `stage` of the arrivals is what that stage receives; the outermost rows stay 0: nothing to wait for.
-    activation_s = np.zeros((num_stages + 1, num_microbatches, num_cases))
-    gradient_s = np.zeros((num_stages + 1, num_microbatches, num_cases))
-    forward_end_s, backward_end_s = np.empty_like(forward_s), np.empty_like(backward_s)
-    for f_stage, f_index, b_stage, b_index in _slot_indices(num_stages, num_microbatches):
-        if len(f_stage):
-            end_s = np.maximum(free_s[f_stage], activation_s[f_stage, f_index]) + forward_s[f_stage, f_index]
-            forward_end_s[f_stage, f_index] = free_s[f_stage] = end_s
-            activation_s[f_stage + 1, f_index] = end_s + send_s
-        if len(b_stage):
-            end_s = (
-                np.maximum(free_s[b_stage], gradient_s[b_stage + 1, b_index]) + backward_s[b_stage, b_index]
-            )
-            backward_end_s[b_stage, b_index] = free_s[b_stage] = end_s
-            gradient_s[b_stage, b_index] = end_s + send_s
-    return forward_end_s, backward_end_s
+    num_stages, num_microbatches, _ = forward_s.shape
+    slots = slots_of(num_stages, num_microbatches)
+    transfers = constant_transfers(num_stages, num_microbatches, send_s)
+    _, end_s = run(in_slots(slots, forward_s, backward_s), transfers)
+    return end_s[slots.forward, slots.stages], end_s[slots.backward, slots.stages]
 
 
 def _checked(
