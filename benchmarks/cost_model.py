@@ -39,6 +39,7 @@ from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.data.demo import build_demo
 from dflop_ds.data.probe import probe
 from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.families import model_dims
 from dflop_ds.flops import ModelDims
 from dflop_ds.models.layers import LayerPlan
 from dflop_ds.profiling.harness import Bench, profile_layers
@@ -170,7 +171,7 @@ def measure(sizes: Sizes, seed: int, folder: Path) -> dict[str, Any]:
     ds_config["dflop"]["data"]["train_path"] = str(demo.train_path)
     config = parse_dflop(ds_config)
     model_config = setup.read_model_config(config)
-    dims = ModelDims.from_hf_config(json.loads(model_config.to_json_string(use_diff=False)))
+    dims = model_dims(json.loads(model_config.to_json_string(use_diff=False)))
     dataset = setup.open_dataset(config)
     found = probe(dataset, max_tokens=32768, progress=False)
     timer = LayerTimer(torch.device("cpu"), False, packed_loss)

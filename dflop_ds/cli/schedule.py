@@ -14,7 +14,7 @@ from dflop_ds.cost.files import read_json
 from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts
 from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.errors import ConfigError
-from dflop_ds.flops import ModelDims
+from dflop_ds.families import model_dims
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.scheduling.plan_log import audit, read_plan_log
 from dflop_ds.scheduling.problem import Problem, imbalance
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 def sample_costs(table: ShapeTable, arguments: argparse.Namespace) -> SampleCosts:
     """Predicted seconds of every sample in every stage of the pipeline that the profile balances."""
     config = read_json(arguments.model, "model config")
-    dims = ModelDims.from_hf_config(config)
+    dims = model_dims(config)
     layers = ["vision_embed", *["vision_block"] * dims.vision.num_layers, "projector", "token_embed"]
     layers += [*["decoder_block"] * dims.llm.num_layers, "norm", "head"]
     model = LayerCostModel().fit(ProfileTable.load(arguments.profile).rows, dims)

@@ -22,6 +22,11 @@ class ModelConfig(Block):
         description="Where the initial weights come from. auto: pretrained if the directory holds "
         "safetensors files, random otherwise.",
     )
+    family_module: NonEmptyStr | None = Field(
+        default=None,
+        description="Python module that registers the model's family, for families outside of this package; "
+        "imported on every rank before config.json is read. null: the families of this package.",
+    )
     attention: Literal["auto", "segments", "varlen"] = Field(
         default="auto",
         description="Attention over the packed samples of a microbatch. segments: one call per sample, on "

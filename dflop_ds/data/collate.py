@@ -25,8 +25,8 @@ class PackedCollator:
     ----------
     pad_token_id : int
         Fills an empty microbatch and, with ``pad_to_longest``, the shorter samples.
-    tile_px : int
-        Side of the encoder input, in pixels.
+    row_shape : sequence of int
+        Shape of one row of the media tensor, see :class:`dflop_ds.data.processor.MediaProcessor`.
     reduction : {"token", "sample"}
         Every supervised token counts the same, or every sample does.
     normalise : {"none", "microbatch"}
@@ -39,7 +39,7 @@ class PackedCollator:
         self,
         pad_token_id: int,
         *,
-        tile_px: int,
+        row_shape: Sequence[int],
         reduction: Reduction = "token",
         normalise: Normalise = "none",
         pad_to_longest: bool = False,
@@ -53,7 +53,7 @@ class PackedCollator:
                 f"normalise must be 'none' or 'microbatch', found {normalise!r}; choose one of them."
             )
         self.pad_token_id = pad_token_id
-        self.tile_px = tile_px
+        self.row_shape = tuple(row_shape)
         self.reduction = reduction
         self.normalise = normalise
         self.pad_to_longest = pad_to_longest
@@ -69,15 +69,15 @@ class PackedCollator:
         Returns
         -------
         inputs : tuple
-            ``pixel_values`` float32 (num_inputs, 3, tile_px, tile_px) and the encoded
-            :class:`~dflop_ds.data.layout.PackedLayout`. Without pixels num_inputs is 0.
+            Media values float32 (num_rows, *row_shape) and the encoded
+            :class:`~dflop_ds.data.layout.PackedLayout`. Without pixels num_rows is 0.
         labels : tuple
             ``targets`` int64 (num_logits,), ``weights`` float32 (num_logits,) and ``tag`` int64 (1,).
 
         Raises
         ------
         DataError
-            If pixels and media of a sample differ in number.
+            If the media values of a sample are not those of its media.
         """
         longest = max((sample.input_ids.numel() for sample in samples), default=1)
         ids, positions, targets, weights = [], [], [], []
@@ -105,23 +105,22 @@ class PackedCollator:
         if self.normalise == "microbatch" and weight.numel():
             weight = weight / weight.sum()
         labels = (_concatenate(targets, torch.int64), weight.to(torch.float32), torch.tensor([tag]))
-        return (self._pixels(samples), layout.encode()), labels
+        return (self._media_values(samples), layout.encode()), labels
 
-    def _pixels(self, samples: Sequence[LoadedSample]) -> torch.Tensor:
-        blocks = [torch.empty(0, 3, self.tile_px, self.tile_px)]
-        if any(sample.pixel_values is None for sample in samples):
+    def _media_values(self, samples: Sequence[LoadedSample]) -> torch.Tensor:
+        blocks = [torch.empty(0, *self.row_shape)]
+        if any(sample.media_values is None for sample in samples):
             return blocks[0]
         for sample in samples:
-            pixels = sample.pixel_values
-            num_inputs = sum(item.num_inputs for item in sample.media)
-            if pixels is None or tuple(pixels.shape) != (num_inputs, 3, self.tile_px, self.tile_px):
+            values = sample.media_values
+            expected = (sum(item.num_rows for item in sample.media), *self.row_shape)
+            if values is None or tuple(values.shape) != expected:
                 raise DataError(
-                    f"pixel_values must have shape {(num_inputs, 3, self.tile_px, self.tile_px)} by the "
-                    "sample's media, found "
-                    f"{None if pixels is None else tuple(pixels.shape)}; load it with LlavaDataset.",
+                    f"media_values must have shape {expected} by the sample's media, found "
+                    f"{None if values is None else tuple(values.shape)}; load it with LlavaDataset.",
                     sample.sample_id,
                 )
-            blocks.append(pixels)
+            blocks.append(values)
         return torch.cat(blocks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dflop_ds.errors import ConfigError, DataError
+from dflop_ds.families import MediaItem, MediaRule, Modality, Placeholder
 
 IGNORED_LABEL = -100
-IMAGE_PLACEHOLDER = "<image>"
-VIDEO_PLACEHOLDER = "<video>"
 
 _ROLES = {
     "human": "user",
@@ -30,22 +29,21 @@ _ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
-_PLACEHOLDER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaRef:
-    """One image or clip that a record names.
+    """One media file that a record names.
 
     Attributes
     ----------
     path : str
         As written in the record.
-    is_clip : bool
+    modality : Modality
     """
 
     path: str
-    is_clip: bool
+    modality: Modality
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,9 +54,9 @@ class Conversation:
     ----------
     sample_id : str
     messages : tuple of (str, str)
-        Chat role and content; the content holds one placeholder per media item.
+        Chat role and content; the content holds one marker per media file.
     media : tuple of MediaRef
-        In the order of the placeholders.
+        In the order of the markers.
     """
 
     sample_id: str
@@ -86,46 +84,69 @@ class TokenizedSample:
         return int(np.count_nonzero(self.labels[1:] != IGNORED_LABEL))
 
 
-def parse_record(record: Mapping[str, Any], sample_id: str) -> Conversation:
-    """Check a LLaVA record and bring its media into the order of their placeholders.
+def parse_record(record: Mapping[str, Any], sample_id: str, modalities: Iterable[Modality]) -> Conversation:
+    """Check a LLaVA record and bring its media into the order of their markers.
 
     Parameters
     ----------
     record : dict
-        ``{"image": str | list, "video": str | list, "conversations": [{"from", "value"}, ...]}``.
-        A sample of clips only may write ``<image>`` for a clip. Without any placeholder all media
-        go in front of the first human turn.
+        ``{"image": str | list, "video": str | list, "audio": str | list, "conversations":
+        [{"from", "value"}, ...]}``. A sample of clips only may write ``<image>`` for a clip.
+        Without any marker all media go in front of the first human turn.
     sample_id : str
         Named in errors.
+    modalities : iterable of Modality
+        What the model takes; markers of others are plain text.
 
     Raises
     ------
     DataError
-        If the record is malformed, or placeholders and media differ in number.
+        If the record is malformed, names media that the model does not take, or markers and media
+        differ in number.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"a record must be an object, found {type(record).__name__}; correct it.", sample_id)
-    images = _paths(record, "image", sample_id)
-    clips = _paths(record, "video", sample_id)
-    messages = _messages(record, sample_id)
-    text = "\n".join(content for _, content in messages)
-    if clips and not images and VIDEO_PLACEHOLDER not in text:
-        messages = [
-            (role, content.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)) for role, content in messages
-        ]
-    if (images or clips) and _PLACEHOLDER.search(text) is None:
-        messages = _media_first(messages, len(images), len(clips), sample_id)
-    found = _PLACEHOLDER.findall("\n".join(content for _, content in messages))
-    for placeholder, paths in ((IMAGE_PLACEHOLDER, images), (VIDEO_PLACEHOLDER, clips)):
-        if found.count(placeholder) != len(paths):
+    taken = list(modalities)
+    paths = {modality: _paths(record, modality.value, sample_id) for modality in Modality}
+    for modality, named in paths.items():
+        if named and modality not in taken:
             raise DataError(
-                f"the text must hold one {placeholder} per media file, found {found.count(placeholder)} for "
-                f"{len(paths)} files; correct the text or the file list.",
+                f"the media of a sample must be among {[one.value for one in taken]} for this model, found "
+                f"{modality.value} files; drop the sample or use a model that takes them.",
                 sample_id,
             )
-    queues = {IMAGE_PLACEHOLDER: iter(images), VIDEO_PLACEHOLDER: iter(clips)}
-    media = tuple(MediaRef(next(queues[kind]), is_clip=kind == VIDEO_PLACEHOLDER) for kind in found)
-    return Conversation(sample_id, tuple(messages), media)
+    messages = _messages(record, sample_id)
+    text = "\n".join(content for _, content in messages)
+    clips_only = [modality for modality in Modality if paths[modality]] == [Modality.VIDEO]
+    if clips_only and Modality.VIDEO.marker not in text:
+        messages = [
+            (role, content.replace(Modality.IMAGE.marker, Modality.VIDEO.marker))
+            for role, content in messages
+        ]
+    marker = markers(taken)
+    if any(paths.values()) and marker.search(text) is None:
+        front = "".join(f"{one.marker}\n" * len(paths[one]) for one in Modality)
+        messages = _media_first(messages, front, sample_id)
+    found = marker.findall("\n".join(content for _, content in messages))
+    for modality in taken:
+        if found.count(modality.marker) != len(paths[modality]):
+            raise DataError(
+                f"the text must hold one {modality.marker} per media file, found "
+                f"{found.count(modality.marker)} for {len(paths[modality])} files; "
+                "correct the text or the file list.",
+                sample_id,
+            )
+    queues = {modality.marker: (modality, iter(paths[modality])) for modality in taken}
+    media = []
+    for text in found:
+        modality, queue = queues[text]
+        media.append(MediaRef(next(queue), modality))
+    return Conversation(sample_id, tuple(messages), tuple(media))
+
+
+def markers(modalities: Iterable[Modality]) -> re.Pattern[str]:
+    """Pattern of the markers of some modalities; it matches nothing where there are none."""
+    return re.compile("|".join(modality.marker for modality in modalities) or r"(?!)")
 
 
 def _paths(record: Mapping[str, Any], key: str, sample_id: str) -> list[str]:
@@ -188,21 +209,17 @@ def _is_encodable(text: str) -> bool:
     return True
 
 
-def _media_first(
-    messages: list[tuple[str, str]], num_images: int, num_clips: int, sample_id: str
-) -> list[tuple[str, str]]:
-    front = f"{IMAGE_PLACEHOLDER}\n" * num_images + f"{VIDEO_PLACEHOLDER}\n" * num_clips
+def _media_first(messages: list[tuple[str, str]], front: str, sample_id: str) -> list[tuple[str, str]]:
     for position, (role, content) in enumerate(messages):
         if role == "user":
             return [*messages[:position], (role, front + content), *messages[position + 1 :]]
     raise DataError(
-        "a record with media must have a human turn or a placeholder to put them at, found neither; "
-        "correct it.",
+        "a record with media must have a human turn or a marker to put them at, found neither; correct it.",
         sample_id,
     )
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, image_token_id: int, video_token_id: int) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, placeholders: Iterable[Placeholder]) -> None:
     """Refuse a tokenizer that cannot render and tokenise conversations.
 
     Raises
@@ -220,11 +237,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, image_token_id: int, vid
         raise ConfigError(
             f"tokenizer {name!r} must be a fast one, found a slow one; save a tokenizer.json for it."
         )
-    for text, token_id in ((IMAGE_PLACEHOLDER, image_token_id), (VIDEO_PLACEHOLDER, video_token_id)):
-        found = tokenizer.encode(text, add_special_tokens=False)
-        if found != [token_id]:
+    for placeholder in placeholders:
+        found = tokenizer.encode(placeholder.token, add_special_tokens=False)
+        if found != [placeholder.token_id]:
             raise ConfigError(
-                f"tokenizer {name!r} must map {text!r} to token {token_id} of the model's config.json, "
+                f"tokenizer {name!r} must map {placeholder.token!r} to token {placeholder.token_id} of the "
+                "model's config.json, "
                 f"found {found}; "
                 "use the tokenizer that belongs to the model."
             )
@@ -233,10 +251,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, image_token_id: int, vid
 def tokenize_conversation(
     conversation: Conversation,
     tokenizer: PreTrainedTokenizerBase,
-    media_tokens: Sequence[int],
-    *,
-    image_token_id: int,
-    video_token_id: int,
+    items: Sequence[MediaItem],
+    rule: MediaRule,
 ) -> TokenizedSample:
     """Token ids and labels of a conversation.
 
@@ -245,61 +261,55 @@ def tokenize_conversation(
     conversation : Conversation
     tokenizer : PreTrainedTokenizerBase
         A fast tokenizer with a chat template, see :func:`check_tokenizer`.
-    media_tokens : sequence of int
-        LLM tokens of each media item, in the order of the placeholders.
-    image_token_id, video_token_id : int
-        Placeholder tokens.
+    items : sequence of MediaItem
+        What the media become, in the order of their markers.
+    rule : MediaRule
+        Of the model's family: the text that stands for an item.
 
     Raises
     ------
     DataError
-        If the template refuses the conversation or placeholders and media differ in number.
+        If the template refuses the conversation, or the text holds placeholder tokens of its own.
     ConfigError
         If the template does not extend a conversation turn by turn.
     """
-    text, spans = _render(conversation, tokenizer)
+    text, spans = _render(_with_placeholders(conversation, items, rule), tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.asarray(encoded["input_ids"], dtype=np.int64)
     starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
     supervised = np.zeros(ids.shape, dtype=np.bool_)
     for start, stop in spans:
         supervised |= (starts >= start) & (starts < stop)
-    is_media = (ids == image_token_id) | (ids == video_token_id)
-    if int(is_media.sum()) != len(media_tokens):
+    is_media = np.isin(ids, [placeholder.token_id for placeholder in rule.placeholders.values()])
+    runs = [run for item in items for run in rule.runs(item)]
+    if int(is_media.sum()) != len(runs):
         raise DataError(
-            f"the tokenised text must hold one placeholder per media item, found {int(is_media.sum())} for "
-            f"{len(media_tokens)}; keep placeholders apart from other text.",
+            f"the tokenised text must hold {len(runs)} placeholders for {len(items)} media items, found "
+            f"{int(is_media.sum())}; keep placeholders apart from other text.",
             conversation.sample_id,
         )
     labels = np.where(supervised & ~is_media, ids, IGNORED_LABEL)
     copies = np.ones(ids.shape, dtype=np.int64)
-    copies[is_media] = media_tokens
+    copies[is_media] = runs
     return TokenizedSample(np.repeat(ids, copies), np.repeat(labels, copies))
 
 
-def tokenize_record(
-    record: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    media_tokens: Sequence[int],
-    *,
-    image_token_id: int,
-    video_token_id: int,
-    sample_id: str | None = None,
-) -> TokenizedSample:
-    """Token ids and labels of a LLaVA record.
-
-    Parameters are those of :func:`tokenize_conversation`; ``sample_id`` defaults to the record's.
-
-    Raises
-    ------
-    DataError, ConfigError
-        As :func:`parse_record`, :func:`check_tokenizer` and :func:`tokenize_conversation`.
-    """
-    check_tokenizer(tokenizer, image_token_id, video_token_id)
-    conversation = parse_record(record, str(record.get("id")) if sample_id is None else sample_id)
-    return tokenize_conversation(
-        conversation, tokenizer, media_tokens, image_token_id=image_token_id, video_token_id=video_token_id
+def _with_placeholders(
+    conversation: Conversation, items: Sequence[MediaItem], rule: MediaRule
+) -> Conversation:
+    """Put the family's text at the markers."""
+    if len(items) != len(conversation.media):
+        raise DataError(
+            f"there must be one media item per marker, found {len(items)} for {len(conversation.media)}; "
+            "read the media of this conversation.",
+            conversation.sample_id,
+        )
+    texts = iter([rule.text(ref.modality, item) for ref, item in zip(conversation.media, items, strict=True)])
+    marker = markers(rule.placeholders)
+    messages = tuple(
+        (role, marker.sub(lambda _: next(texts), content)) for role, content in conversation.messages
     )
+    return dataclasses.replace(conversation, messages=messages)
 
 
 def _render(

@@ -1,15 +1,15 @@
 """The integer tensor that travels with the activations of one microbatch.
 
 Between pipeline stages DeepSpeed sends tensors only, and every float tensor is taken to carry a
-gradient. So a microbatch is one float tensor (pixels, then hidden states) and one ``int64``
+gradient. So a microbatch is one float tensor (media values, then hidden states) and one ``int64``
 vector, written here, that says what the float tensor means: how many samples are packed, which
-media they hold, the token ids and the positions at which logits are wanted.
+media they hold, the token ids and the positions at which logits are wanted. It begins with a
+version and the lengths of its parts, so that it is read without knowing the model family.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import zlib
 from collections.abc import Iterable
 
@@ -18,43 +18,14 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dflop_ds.errors import PlanError
+from dflop_ds.families import MediaItem, MediaKind
 
-_VERSION = 1
+__all__ = ["MediaItem", "MediaKind", "PackedLayout", "bin_tag"]
+
+_VERSION = 2
 _HEADER = 6
 _MEDIA_FIELDS = 5
-
-
-class MediaKind(enum.IntEnum):
-    """How the encoder output of one media item becomes LLM tokens."""
-
-    TILED_IMAGE = 0
-    """One image cut into tiles: base view, un-padded high resolution grid, newline per row."""
-    WHOLE_IMAGE = 1
-    """One of several images, not tiled: patches and one newline."""
-    CLIP = 2
-    """Frames of a clip, pooled 2x2, and one newline."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MediaItem:
-    """One image or clip of a sample.
-
-    Attributes
-    ----------
-    kind : MediaKind
-    num_inputs : int
-        Encoder batch entries: tiles of an image, frames of a clip.
-    height, width : int
-        Size in pixels after EXIF orientation, before resizing.
-    num_tokens : int
-        LLM tokens that it becomes, newlines included.
-    """
-
-    kind: MediaKind
-    num_inputs: int
-    height: int
-    width: int
-    num_tokens: int
+"""Kind, inputs, rows, tokens and the length of the extent, which follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +58,13 @@ class PackedLayout:
 
     @property
     def num_encoder_inputs(self) -> int:
-        """Tiles plus frames of the microbatch."""
+        """Encoder inputs of the microbatch, as the cost model counts them."""
         return sum(item.num_inputs for item in self.media)
+
+    @property
+    def rows_per_item(self) -> list[int]:
+        """Rows of the media tensor that belong to each media item; they are in the same order."""
+        return [item.num_rows for item in self.media]
 
     def position_ids(self) -> torch.Tensor:
         """Positions that restart with every segment, shape (num_tokens,)."""
@@ -97,18 +73,14 @@ class PackedLayout:
 
     def encode(self) -> torch.Tensor:
         """Write the layout as one ``int64`` vector."""
+        media = [value for item in self.media for value in _numbers(item)]
         header = [
             _VERSION,
             self.tag,
             len(self.segment_lengths),
-            len(self.media),
+            len(media),
             self.input_ids.numel(),
             self.logit_positions.numel(),
-        ]
-        media = [
-            value
-            for item in self.media
-            for value in (int(item.kind), item.num_inputs, item.height, item.width, item.num_tokens)
         ]
         head = torch.tensor([*header, *self.segment_lengths, *media], dtype=torch.int64)
         return torch.cat([head.to(self.input_ids.device), self.input_ids.long(), self.logit_positions.long()])
@@ -141,29 +113,51 @@ class PackedLayout:
                 f"a microbatch must start with layout version {_VERSION}, found {head[:1]}; "
                 "all ranks must run the same dflop_ds and collate with PackedCollator."
             )
-        _, tag, num_segments, num_media, num_ids, num_logits = head
-        stop = _HEADER + num_segments + _MEDIA_FIELDS * num_media
+        _, tag, num_segments, num_media_numbers, num_ids, num_logits = head
+        stop = _HEADER + num_segments + num_media_numbers
         if vector.numel() != stop + num_ids + num_logits:
             raise PlanError(
                 f"a microbatch layout must hold {stop + num_ids + num_logits} numbers by its header, "
                 f"found {vector.numel()}; collate with PackedCollator."
             )
         body = vector[_HEADER:stop].tolist()
-        rows = [body[i : i + _MEDIA_FIELDS] for i in range(num_segments, len(body), _MEDIA_FIELDS)]
-        kinds = {int(kind) for kind in MediaKind}
-        if sum(body[:num_segments]) != num_ids or any(row[0] not in kinds for row in rows):
+        if sum(body[:num_segments]) != num_ids:
             raise PlanError(
-                f"segments must add up to {num_ids} tokens and media kinds be in {sorted(kinds)}, "
-                f"found lengths {body[:num_segments]} and kinds {[row[0] for row in rows]}; "
+                f"segments must add up to {num_ids} tokens, found lengths {body[:num_segments]}; "
                 "collate with PackedCollator."
             )
         return cls(
             tag=tag,
             segment_lengths=tuple(body[:num_segments]),
-            media=tuple(MediaItem(MediaKind(row[0]), *row[1:]) for row in rows),
+            media=_read_media(body[num_segments:]),
             input_ids=vector[stop : stop + num_ids],
             logit_positions=vector[stop + num_ids :],
         )
+
+
+def _numbers(item: MediaItem) -> list[int]:
+    fields = [int(item.kind), item.num_inputs, item.num_rows, item.num_tokens]
+    return [*fields, len(item.extent), *item.extent]
+
+
+def _read_media(numbers: list[int]) -> tuple[MediaItem, ...]:
+    items = []
+    start = 0
+    kinds = {int(kind) for kind in MediaKind}
+    while start < len(numbers):
+        fields = numbers[start : start + _MEDIA_FIELDS]
+        start += _MEDIA_FIELDS
+        stop = start + fields[-1]
+        if len(fields) < _MEDIA_FIELDS or fields[0] not in kinds or not start <= stop <= len(numbers):
+            raise PlanError(
+                f"a media item must be {_MEDIA_FIELDS} numbers, the first in {sorted(kinds)} and the last "
+                f"the length of what follows, found {fields}; collate with PackedCollator."
+            )
+        kind, num_inputs, num_rows, num_tokens, _ = fields
+        extent = tuple(numbers[start:stop])
+        items.append(MediaItem(MediaKind(kind), num_inputs, num_rows, num_tokens, extent))
+        start = stop
+    return tuple(items)
 
 
 _DECODED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflop_ds.errors import ConfigError, DataError
-from dflop_ds.families.base import MediaShape
+from dflop_ds.families.base import MediaItem, MediaKind, MediaRule, Modality, Placeholder
+from dflop_ds.families.registry import Family
 
 _DEFAULT_TILE_PX = 384
 _DEFAULT_PATCH_PX = 14
@@ -54,7 +55,7 @@ class Tiling:
 
 
 @dataclasses.dataclass(frozen=True)
-class LlavaOnevisionRule:
+class LlavaOnevisionRule(MediaRule):
     """Media sizes of a LLaVA-OneVision model.
 
     Attributes
@@ -133,8 +134,16 @@ class LlavaOnevisionRule:
         """Patches along one side of a tile."""
         return self.tile_px // self.patch_px
 
-    def image(self, height: int, width: int, num_images: int) -> MediaShape:
-        """Shape of one image, see :class:`dflop_ds.families.base.MediaRule`.
+    @property
+    def placeholders(self) -> Mapping[Modality, Placeholder]:
+        """Placeholder tokens, with nothing around them."""
+        return {
+            Modality.IMAGE: Placeholder("<image>", self.image_token_id),
+            Modality.VIDEO: Placeholder("<video>", self.video_token_id),
+        }
+
+    def image(self, height: int, width: int, num_images: int) -> MediaItem:
+        """One image; ``extent`` is (height, width).
 
         Raises
         ------
@@ -149,13 +158,16 @@ class LlavaOnevisionRule:
             raise DataError(f"num_images must be at least 1, found {num_images}; count this image as well.")
         patches = self.patches_per_side**2
         if num_images > 1:
-            return MediaShape(1, patches + 1)
+            return MediaItem(MediaKind.WHOLE_IMAGE, 1, 1, patches + 1, (height, width))
         tiling = self.tiling(height, width)
         num_tiles = 1 + tiling.tile_rows * tiling.tile_columns
-        return MediaShape(num_tiles, patches + tiling.out_rows * (tiling.out_columns + 1))
+        num_tokens = patches + tiling.out_rows * (tiling.out_columns + 1)
+        return MediaItem(MediaKind.TILED_IMAGE, num_tiles, num_tiles, num_tokens, (height, width))
 
-    def clip(self, num_frames: int) -> MediaShape:
-        """Shape of one clip, see :class:`dflop_ds.families.base.MediaRule`.
+    def clip(
+        self, num_frames: int, height: int = 0, width: int = 0, frame_interval_s: float = 0.0
+    ) -> MediaItem:
+        """One clip; ``extent`` is (height, width), which does not matter here.
 
         Raises
         ------
@@ -165,7 +177,8 @@ class LlavaOnevisionRule:
         if num_frames < 1:
             raise DataError(f"a clip must have at least 1 frame, found {num_frames}; replace or drop it.")
         pooled_side = -(-self.patches_per_side // 2)
-        return MediaShape(num_frames, num_frames * pooled_side**2 + 1)
+        num_tokens = num_frames * pooled_side**2 + 1
+        return MediaItem(MediaKind.CLIP, num_frames, num_frames, num_tokens, (height, width))
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Size in pixels that keeps most of the image, the smallest such; the first named wins a tie."""
@@ -240,3 +253,20 @@ def _token_id(config: Mapping[str, Any], kind: str, default: int) -> int:
         if config.get(key) is not None:
             return int(config[key])
     return default
+
+
+FAMILY = Family(
+    model_type="llava_onevision",
+    rule=lambda config, settings: LlavaOnevisionRule.from_config(config),
+    processor="dflop_ds.data.processors.llava_onevision:open_processor",
+    layers="dflop_ds.models.llava_onevision:pipeline_layers",
+    published_names=(
+        ("model.vision_tower.", "vision_tower.vision_model."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.vision_tower.", "model.vision_tower.vision_model."),
+        ("model.language_model.", "language_model.model."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("model.image_newline", "image_newline"),
+        ("lm_head.", "language_model.lm_head."),
+    ),
+)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflop_ds.errors import ConfigError, DataError
-from dflop_ds.families.base import MediaShape
+from dflop_ds.families.base import MediaItem, MediaKind
 
 SAMPLING_RATE_HZ = 16_000
 HOP_SAMPLES = 160
@@ -107,7 +107,7 @@ class Qwen2AudioRule:
         """Encoder positions that attention sees; the others of the window are masked."""
         return -(-self.num_frames(num_samples) // _FRAMES_PER_POSITION)
 
-    def audio(self, num_samples: int) -> MediaShape:
+    def audio(self, num_samples: int) -> MediaItem:
         """Shape of one recording of ``num_samples`` samples at 16 kHz.
 
         Raises
@@ -115,4 +115,5 @@ class Qwen2AudioRule:
         DataError
             If there is no sample.
         """
-        return MediaShape(num_inputs=1, num_tokens=self.num_positions(num_samples) // 2)
+        num_positions = self.num_positions(num_samples)
+        return MediaItem(MediaKind.AUDIO, 1, 1, num_positions // 2, (num_positions,))

@@ -1,4 +1,4 @@
-"""What every pipeline layer of every model family has in common.
+"""What every pipeline layer of every model family has in common, and how layers are planned.
 
 A layer takes and returns ``(hidden, layout)``: one float tensor that carries the gradient and the
 ``int64`` vector of :class:`~dflop_ds.data.layout.PackedLayout`. The last layer returns logits only.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,42 @@ class LayerPlan:
     tied_key: str | None = None
     forward_fn: Callable[[Any, Any], Any] | None = None
     tied_weights: tuple[str, ...] = ()
+
+
+class PlanList(list[LayerPlan]):
+    """Plans of a model under construction; layer ``i`` is initialised from ``seed + i``.
+
+    Parameters
+    ----------
+    seed : int
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def add(self, layer: type[PipelineLayer], std: float, *args: Any, **tie: Any) -> LayerPlan:
+        """Append the plan of one layer.
+
+        Parameters
+        ----------
+        layer : type
+            Built as ``layer(*args)`` when the plan is carried out.
+        std : float
+            Standard deviation of its initial weight matrices.
+        **tie
+            Tying fields of :class:`LayerPlan`.
+        """
+        build = partial(_build, layer, self._seed + len(self), std, *args)
+        plan = LayerPlan(layer.kind, build, **tie)
+        self.append(plan)
+        return plan
+
+
+def _build(layer: type[PipelineLayer], seed: int, std: float, *args: Any) -> PipelineLayer:
+    module = layer(*args)
+    seeded_init(module, seed, std)
+    return module
 
 
 def seeded_init(module: nn.Module, seed: int, std: float) -> None:

@@ -8,30 +8,20 @@ with merge, decoder blocks, final norm, head.
 from __future__ import annotations
 
 import copy
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import LlavaOnevisionConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionMultiModalProjector
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer, SiglipVisionEmbeddings
 
 from dflop_ds.data.layout import MediaItem, MediaKind, PackedLayout
 from dflop_ds.errors import DataError, ModelError
 from dflop_ds.families.llava_onevision import LlavaOnevisionRule
 from dflop_ds.models.attention import SEGMENTS_NAME, register_attention
-from dflop_ds.models.layers import Carry, LayerPlan, PipelineLayer, seeded_init
-
-_DECODERS: dict[str, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
-    "qwen2": (Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding),
-    "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
-}
-_TIED_KEY = "token_embedding"
+from dflop_ds.models.layers import Carry, LayerPlan, PipelineLayer, PlanList
+from dflop_ds.models.llm import add_language_model, qwen2_or_llama
 
 
 class VisionEmbed(PipelineLayer):
@@ -86,7 +76,7 @@ class Projector(PipelineLayer):
         features = self.projector(hidden)
         if not layout.media:
             return features.flatten(0, 1) + self.image_newline, vector
-        parts = features.split([item.num_inputs for item in layout.media])
+        parts = features.split(layout.rows_per_item)
         tokens = [self._tokens(part, item) for part, item in zip(parts, layout.media, strict=True)]
         return torch.cat(tokens), vector
 
@@ -101,8 +91,7 @@ class Projector(PipelineLayer):
             tokens = torch.cat([features[0], self._high_resolution(features[1:], item)])
         if tokens.shape[0] != item.num_tokens:
             raise DataError(
-                f"an image or clip of {item.height}x{item.width} pixels must become {item.num_tokens} "
-                f"tokens, "
+                f"an image or clip of {item.extent} pixels must become {item.num_tokens} tokens, "
                 f"the model made {tokens.shape[0]}; the data set was probed for another model: probe "
                 f"it again."
             )
@@ -119,7 +108,7 @@ class Projector(PipelineLayer):
     def _high_resolution(self, tiles: torch.Tensor, item: MediaItem) -> torch.Tensor:
         """Lay the tiles out, cut the padding away, end every row with a newline token."""
         side = self.rule.patches_per_side
-        tiling = self.rule.tiling(item.height, item.width)
+        tiling = self.rule.tiling(*item.extent)
         grid = tiles.view(tiling.tile_rows, tiling.tile_columns, side, side, -1)
         grid = grid.permute(4, 0, 2, 1, 3).flatten(1, 2).flatten(2, 3)
         top, left = tiling.crop_top, tiling.crop_left
@@ -134,112 +123,6 @@ class Projector(PipelineLayer):
         return {"projector": "model.multi_modal_projector", "image_newline": "model.image_newline"}
 
 
-class TokenEmbed(PipelineLayer):
-    """Embed the token ids and put the media tokens at their placeholders: (tokens, hidden)."""
-
-    kind = "token_embed"
-
-    def __init__(self, config: LlavaOnevisionConfig) -> None:
-        super().__init__()
-        text = config.text_config
-        self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
-        self.media_ids = (config.image_token_id, config.video_token_id)
-
-    def forward(self, carry: Carry) -> Carry:
-        media, vector = carry
-        ids = PackedLayout.decode(vector).input_ids
-        hidden = self.embed_tokens(ids)
-        is_media = (ids == self.media_ids[0]) | (ids == self.media_ids[1])
-        where = is_media.nonzero(as_tuple=True)
-        return hidden.index_put(where, media.to(hidden.dtype)), vector
-
-    def hf_prefixes(self) -> dict[str, str]:
-        return {"embed_tokens": "model.language_model.embed_tokens"}
-
-
-class DecoderBlock(PipelineLayer):
-    """One decoder block on the packed sequence (tokens, hidden)."""
-
-    kind = "decoder_block"
-
-    def __init__(self, config: LlavaOnevisionConfig, index: int) -> None:
-        super().__init__()
-        self.index = index
-        text = config.text_config
-        block, _, rotary = _DECODERS[text.model_type]
-        self.block = block(text, index)
-        # Not a submodule: casting the model to bf16 would round the rotary frequencies.
-        self._rotary = (rotary(text),)
-
-    def forward(self, carry: Carry) -> Carry:
-        hidden, vector = carry
-        layout = PackedLayout.decode(vector)
-        states = hidden[None]
-        states = self.block(
-            states,
-            attention_mask=None,
-            position_embeddings=self._position_embeddings(states, vector, layout),
-            segment_lengths=layout.segment_lengths,
-        )
-        return states[0], vector
-
-    def _position_embeddings(
-        self, states: torch.Tensor, vector: torch.Tensor, layout: PackedLayout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary cosine and sine, computed once per microbatch and stage."""
-        known = _ROTARY.get(vector)
-        if known is None or known[0].dtype != states.dtype:
-            known = self._rotary[0].to(states.device)(states, layout.position_ids()[None])
-            _ROTARY[vector] = known
-        return known
-
-    def hf_prefixes(self) -> dict[str, str]:
-        return {"block": f"model.language_model.layers.{self.index}"}
-
-
-_ROTARY: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-class FinalNorm(PipelineLayer):
-    """Final normalisation of the positions at which logits are wanted: (logits, hidden)."""
-
-    kind = "norm"
-
-    def __init__(self, config: LlavaOnevisionConfig) -> None:
-        super().__init__()
-        text = config.text_config
-        self.norm = _DECODERS[text.model_type][1](text.hidden_size, eps=text.rms_norm_eps)
-
-    def forward(self, carry: Carry) -> Carry:
-        hidden, vector = carry
-        return self.norm(hidden[PackedLayout.decode(vector).logit_positions]), vector
-
-    def hf_prefixes(self) -> dict[str, str]:
-        return {"norm": "model.language_model.norm"}
-
-
-class Head(PipelineLayer):
-    """Vocabulary logits (logits, vocab) at the wanted positions."""
-
-    kind = "head"
-
-    def __init__(self, config: LlavaOnevisionConfig) -> None:
-        super().__init__()
-        text = config.text_config
-        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
-
-    def forward(self, carry: Carry) -> torch.Tensor:
-        return self.lm_head(carry[0])
-
-    def hf_prefixes(self) -> dict[str, str]:
-        return {"lm_head": "lm_head"}
-
-
-def tied_head(embedding: TokenEmbed, carry: Carry) -> torch.Tensor:
-    """Head of a model whose output weights are its input embeddings."""
-    return F.linear(carry[0], embedding.embed_tokens.weight)
-
-
 def check_config(config: LlavaOnevisionConfig) -> None:
     """Refuse configurations whose forward pass these layers do not reproduce.
 
@@ -247,16 +130,11 @@ def check_config(config: LlavaOnevisionConfig) -> None:
     ------
     ModelError
     """
-    text, vision = config.text_config, config.vision_config
+    vision = config.vision_config
     if vision.model_type != "siglip_vision_model":
         raise ModelError(
             f'vision_config.model_type must be "siglip_vision_model", found "{vision.model_type}"; '
             "use a LLaVA-OneVision checkpoint with a SigLIP tower."
-        )
-    if text.model_type not in _DECODERS:
-        raise ModelError(
-            f'text_config.model_type must be one of {sorted(_DECODERS)}, found "{text.model_type}"; '
-            "use a Qwen2 or Llama language model."
         )
     if not isinstance(config.vision_feature_layer, int):
         raise ModelError(
@@ -268,11 +146,6 @@ def check_config(config: LlavaOnevisionConfig) -> None:
             f'vision_feature_select_strategy must be "full", found '
             f'"{config.vision_feature_select_strategy}"; '
             "a SigLIP tower has no class token to drop."
-        )
-    if any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ()):
-        raise ModelError(
-            "every decoder layer must use full attention, found a sliding window; set "
-            "use_sliding_window to false."
         )
 
 
@@ -310,37 +183,13 @@ def pipeline_layers(
     config.vision_config._attn_implementation = SEGMENTS_NAME
     vision_std = float(getattr(config.vision_config, "initializer_range", 0.02))
     text_std = float(getattr(config.text_config, "initializer_range", 0.02))
-    tied = bool(config.tie_word_embeddings)
+    media_ids = (config.image_token_id, config.video_token_id)
+    language_model = qwen2_or_llama(config.text_config, media_ids, bool(config.tie_word_embeddings))
 
-    plans: list[LayerPlan] = []
-
-    def add(layer: type[PipelineLayer], std: float, *args: int, **tie: Any) -> None:
-        build = partial(_build, layer, config, seed + len(plans), std, *args)
-        plans.append(LayerPlan(layer.kind, build, **tie))
-
-    add(VisionEmbed, vision_std)
+    plans = PlanList(seed)
+    plans.add(VisionEmbed, vision_std, config)
     for index in range(num_vision_blocks(config)):
-        add(VisionBlock, vision_std, index)
-    add(Projector, text_std)
-    tie: dict[str, Any] = {}
-    if tied:
-        tie = {"tied_key": _TIED_KEY, "tied_weights": ("embed_tokens.weight",)}
-    embed_seed = len(plans)
-    add(TokenEmbed, text_std, **tie)
-    for index in range(config.text_config.num_hidden_layers):
-        add(DecoderBlock, text_std, index)
-    add(FinalNorm, text_std)
-    if tied:
-        build = partial(_build, TokenEmbed, config, seed + embed_seed, text_std)
-        plans.append(LayerPlan(Head.kind, build, forward_fn=tied_head, **tie))
-    else:
-        add(Head, text_std)
+        plans.add(VisionBlock, vision_std, config, index)
+    plans.add(Projector, text_std, config)
+    add_language_model(plans, language_model)
     return plans
-
-
-def _build(
-    layer: type[PipelineLayer], config: LlavaOnevisionConfig, seed: int, std: float, *args: int
-) -> PipelineLayer:
-    module = layer(config, *args)
-    seeded_init(module, seed, std)
-    return module

@@ -16,17 +16,6 @@ from dflop_ds.models.layers import PipelineLayer
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
-# Names in published checkpoints, which transformers renames when it loads them.
-_PUBLISHED = (
-    ("model.vision_tower.", "vision_tower.vision_model."),
-    ("model.vision_tower.", "vision_tower."),
-    ("model.vision_tower.", "model.vision_tower.vision_model."),
-    ("model.language_model.", "language_model.model."),
-    ("model.multi_modal_projector.", "multi_modal_projector."),
-    ("model.image_newline", "image_newline"),
-    ("lm_head.", "language_model.lm_head."),
-)
-
 
 class Checkpoint:
     """Tensors of a local Hugging Face directory, read one at a time.
@@ -35,6 +24,8 @@ class Checkpoint:
     ----------
     directory : str or Path
         With ``model.safetensors`` or sharded files and their index.
+    published_names : tuple of (str, str)
+        See :class:`dflop_ds.families.Family`; ``transformers`` renames such weights when it loads them.
 
     Raises
     ------
@@ -42,8 +33,9 @@ class Checkpoint:
         If there are no safetensors files.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, published_names: tuple[tuple[str, str], ...] = ()) -> None:
         self.directory = Path(directory)
+        self._published_names = published_names
         self._files: dict[str, str] = {}
         if (self.directory / _INDEX).is_file():
             self._files = dict(json.loads((self.directory / _INDEX).read_text())["weight_map"])
@@ -69,14 +61,20 @@ class Checkpoint:
         ModelError
             If no file holds it under this or its published name.
         """
-        for candidate in _candidates(name):
+        for candidate in self._candidates(name):
             if candidate in self._files:
                 with safe_open(str(self.directory / self._files[candidate]), framework="pt") as file:
                     return file.get_tensor(candidate)
         raise ModelError(
-            f"{self.directory} must hold the weight {name}, found none of {list(_candidates(name))}; "
+            f"{self.directory} must hold the weight {name}, found none of {list(self._candidates(name))}; "
             "use a complete checkpoint of this model."
         )
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        yield name
+        for current, published in self._published_names:
+            if name.startswith(current):
+                yield published + name[len(current) :]
 
 
 def load_layer(layer: PipelineLayer, tensor: Callable[[str], torch.Tensor]) -> None:
@@ -123,10 +121,3 @@ def _from_mapping(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     if name not in state:
         raise ModelError(f"the state dict must hold the weight {name}, found none; use a complete one.")
     return state[name]
-
-
-def _candidates(name: str) -> Iterator[str]:
-    yield name
-    for current, published in _PUBLISHED:
-        if name.startswith(current):
-            yield published + name[len(current) :]

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from dflop_ds.cost.features import ENCODER_KINDS, MicrobatchFeatures, ProfileRow
+from dflop_ds.data.layout import PackedLayout
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.models.layers import LayerPlan
 from dflop_ds.profiling.partial import PartialProfile
@@ -53,7 +54,7 @@ class Bench:
     Attributes
     ----------
     probed : ProbedDataset
-        Only headers are read: pixels are random, since their values do not change the time.
+        Only headers are read: media values are random, since their values do not change the time.
     collate_fn : callable
         As in training.
     timer : LayerTimer
@@ -68,12 +69,13 @@ class Bench:
     def inputs(
         self, members: Sequence[int]
     ) -> tuple[MicrobatchFeatures, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Sizes, pixels, layout and labels of a microbatch of rows of the shape table."""
+        """Sizes, media values, layout and labels of a microbatch of rows of the shape table."""
         light, device = self.probed.without_pixels(), self.timer.device
         samples = [light[int(self.probed.rows[row])] for row in members]
-        (pixels, vector), labels = self.collate_fn(samples)
+        (media_values, vector), labels = self.collate_fn(samples)
         sizes = MicrobatchFeatures.from_bins(self.probed.table, [list(members)])
-        hidden = torch.randn(int(sizes.encoder_inputs[0]), *pixels.shape[1:]).to(device, self.dtype)
+        num_rows = sum(PackedLayout.decode(vector).rows_per_item)
+        hidden = torch.randn(num_rows, *media_values.shape[1:]).to(device, self.dtype)
         return sizes, hidden, vector.to(device), tuple(label.to(device) for label in labels)
 
 

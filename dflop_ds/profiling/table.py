@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dflop_ds.cost.features import ProfileRow, check_rows
 from dflop_ds.cost.files import check_schema, read_json, write_json
 from dflop_ds.errors import CostModelError
-from dflop_ds.flops import ModelDims
+from dflop_ds.families import model_dims
 
 SCHEMA_VERSION = 2
 
@@ -37,7 +37,7 @@ def model_hash(config: Mapping[str, Any]) -> str:
     Parameters
     ----------
     config : mapping
-        A ``config.json``; see :meth:`~dflop_ds.flops.ModelDims.from_hf_config`. Numbers of layers are
+        A ``config.json``; see :func:`~dflop_ds.families.model_dims`. Numbers of layers are
         left out: a profile holds the time of one layer and serves any depth.
 
     Raises
@@ -45,7 +45,7 @@ def model_hash(config: Mapping[str, Any]) -> str:
     CostModelError
         If a dimension is missing.
     """
-    dims = ModelDims.from_hf_config(config).to_dict()
+    dims = model_dims(config).to_dict()
     relevant = {
         part: {key: value for key, value in dims[part].items() if key != "num_layers"} for part in dims
     }

@@ -22,6 +22,7 @@ from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError, CostModelError
+from dflop_ds.families import model_dims
 from dflop_ds.flops import ModelDims
 from dflop_ds.models.layers import LayerPlan
 from dflop_ds.profiling.harness import profile_layers
@@ -72,7 +73,7 @@ def profiling_group(model_config: dict[str, Any]) -> Group:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return OneRank()
     distributed.start()
-    dims = ModelDims.from_hf_config(model_config)
+    dims = model_dims(model_config)
     heads = (dims.vision.num_heads, dims.llm.num_heads, dims.llm.num_kv_heads)
     return distributed.together(lambda: TensorParallelGroup(distributed.device(), heads))
 

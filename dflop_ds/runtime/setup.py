@@ -26,10 +26,10 @@ from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.data.probe import ProbeResult, probe
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError
+from dflop_ds.families import family_of, import_families, model_dims
 from dflop_ds.flops import ModelDims
 from dflop_ds.models.attention import resolve_backend
 from dflop_ds.models.layers import LayerPlan
-from dflop_ds.models.llava_onevision import pipeline_layers
 from dflop_ds.models.weights import Checkpoint, load_layers
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.runtime import costs, distributed
@@ -94,7 +94,7 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
                 config, [p.kind for p in plans], num_stages, layer_model, dataset, sizes.micro_batch_size
             )
         )
-    model = build_module(config, plans, num_stages, boundaries)
+    model = build_module(config, model_config, plans, num_stages, boundaries)
     model.layer_model = layer_model
     return Setup(model, dataset, eval_dataset, collate_fn)
 
@@ -199,7 +199,7 @@ def stages_for_report(
     model_config = read_model_config(config)
     content = _content(model_config)
     table.check_matches(costs.fingerprint(ds_config, config, content))
-    dims = ModelDims.from_hf_config(content)
+    dims = model_dims(content)
     kinds = [plan.kind for plan in layer_plans(ds_config, config, model_config)]
     model = LayerCostModel(warn=False).fit(table.rows, dims)
     profiled = MicrobatchFeatures.from_rows([group[0] for group in whole_microbatches(table.rows)])
@@ -228,6 +228,7 @@ def resolve_stages(config: DflopConfig, world_size: int) -> int:
 
 def read_model_config(config: DflopConfig) -> Any:
     """``transformers`` configuration of the model directory."""
+    import_families(config.model.family_module)
     try:
         return AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -260,7 +261,7 @@ def make_collator(dataset: LlavaDataset, config: DflopConfig) -> PackedCollator:
     pad = dataset.tokenizer.pad_token_id
     return PackedCollator(
         dataset.tokenizer.eos_token_id if pad is None else pad,
-        tile_px=dataset.rule.tile_px,
+        row_shape=dataset.processor.row_shape,
         reduction=config.loss.reduction,
         normalise="none" if config.enabled else "microbatch",
     )
@@ -269,11 +270,17 @@ def make_collator(dataset: LlavaDataset, config: DflopConfig) -> PackedCollator:
 def layer_plans(ds_config: dict[str, Any], config: DflopConfig, model_config: Any) -> list[LayerPlan]:
     """Plans of the model's pipeline layers."""
     attention = resolve_backend(config.model.attention, distributed.device(), costs.compute_dtype(ds_config))
-    return pipeline_layers(model_config, attention=attention, seed=config.seed)
+    family = family_of(_content(model_config))
+    plans: list[LayerPlan] = family.pipeline_layers(model_config, attention=attention, seed=config.seed)
+    return plans
 
 
 def build_module(
-    config: DflopConfig, plans: list[LayerPlan], num_stages: int, boundaries: list[int] | None
+    config: DflopConfig,
+    model_config: Any,
+    plans: list[LayerPlan],
+    num_stages: int,
+    boundaries: list[int] | None,
 ) -> DflopPipelineModule:
     """Build the local stage and load its weights."""
     split = config.parallel.split
@@ -291,12 +298,14 @@ def build_module(
         config.model.weights == "auto" and Checkpoint.exists(directory)
     )
     if pretrained:
-        distributed.together(lambda: load_layers(model.local_layers(), Checkpoint(directory)))
+        names = family_of(_content(model_config)).published_names
+        distributed.together(lambda: load_layers(model.local_layers(), Checkpoint(directory, names)))
     return model
 
 
 def open_dataset(config: DflopConfig, records_path: str | None = None) -> LlavaDataset:
     """The data set of `records_path`, by default of ``dflop.data.train_path``; nothing is read yet."""
+    import_families(config.model.family_module)
     path = Path(records_path or config.data.train_path or "")
     return from_pretrained_dir(
         config.model.path or "",
@@ -312,7 +321,7 @@ def _scan(
     dataset: LlavaDataset, config: DflopConfig, model_config: Any, shape_cache: str | None
 ) -> ProbeResult:
     limits = (config.data.max_tokens, _number(config.scheduler.max_tokens_per_microbatch))
-    longest = int(model_config.text_config.max_position_embeddings)
+    longest = int(model_config.get_text_config().max_position_embeddings)
     return probe(
         dataset,
         max_tokens=min([longest, *(limit for limit in limits if limit is not None)]),
@@ -355,7 +364,7 @@ def _cost_model(
         ),
         expected,
         config=config,
-        dims=ModelDims.from_hf_config(content),
+        dims=model_dims(content),
         # Without media the encoder has no work, and no times.
         needed_kinds={plan.kind for plan in plans}
         - (set() if dataset.table.encoder_inputs.any() else set(ENCODER_KINDS)),

@@ -116,14 +116,14 @@ def hugging_face_inputs(sample: Any) -> dict[str, torch.Tensor]:
 
     inputs = {"input_ids": sample.input_ids[None]}
     sizes = [item.num_inputs for item in sample.media]
-    tiles = list(sample.pixel_values.split(sizes)) if sample.media else []
+    tiles = list(sample.media_values.split(sizes)) if sample.media else []
     images = [(t, m) for t, m in zip(tiles, sample.media, strict=True) if m.kind is not MediaKind.CLIP]
     clips = [t for t, m in zip(tiles, sample.media, strict=True) if m.kind is MediaKind.CLIP]
     if images:
         most = max(len(t) for t, _ in images)
         padded = [torch.cat([t, t.new_zeros(most - len(t), *t.shape[1:])]) for t, _ in images]
         inputs["pixel_values"] = torch.stack(padded)
-        inputs["image_sizes"] = torch.tensor([(m.height, m.width) for _, m in images])
+        inputs["image_sizes"] = torch.tensor([m.extent for _, m in images])
         inputs["batch_num_images"] = torch.tensor([len(images)])
     if clips:
         inputs["pixel_values_videos"] = torch.stack(clips)

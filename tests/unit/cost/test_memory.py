@@ -34,7 +34,8 @@ class Measured:
         self.plans = pipeline_layers(config)
         self.table = found.table
         probed = ProbedDataset(dataset, found.table, found.rows)
-        collate = PackedCollator(0, tile_px=dataset.rule.tile_px, reduction="token", normalise="none")
+        shape = dataset.processor.row_shape
+        collate = PackedCollator(0, row_shape=shape, reduction="token", normalise="none")
         timer = LayerTimer(torch.device("cpu"), False, packed_loss)
         self.bench = Bench(probed, collate, timer, torch.float32)
         profile = profile_layers(

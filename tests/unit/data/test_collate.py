@@ -18,13 +18,13 @@ PAD = 99
 
 def _sample(index: int, labels: list[int], *, num_inputs: int = 0, pixels: bool = True) -> LoadedSample:
     ids = torch.arange(len(labels)) + 10 * index
-    media = (MediaItem(MediaKind.CLIP, num_inputs, 4, 6, 1),) if num_inputs else ()
+    media = (MediaItem(MediaKind.CLIP, num_inputs, num_inputs, 1),) if num_inputs else ()
     values = torch.full((num_inputs, 3, TILE_PX, TILE_PX), float(index)) if pixels else None
     return LoadedSample(index, f"s{index}", ids, torch.tensor(labels), media, values)
 
 
 def _collate(samples: list[LoadedSample], **options: Any) -> Any:
-    (pixels, meta), labels = PackedCollator(PAD, tile_px=TILE_PX, **options)(samples)
+    (pixels, meta), labels = PackedCollator(PAD, row_shape=(3, TILE_PX, TILE_PX), **options)(samples)
     return pixels, PackedLayout.decode(meta), *labels
 
 
@@ -117,4 +117,4 @@ def test_pixels_that_contradict_the_media_are_named() -> None:
 @pytest.mark.parametrize("options", [{"reduction": "mean"}, {"normalise": "batch"}])
 def test_unknown_options_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="choose one of them"):
-        PackedCollator(PAD, tile_px=TILE_PX, **options)
+        PackedCollator(PAD, row_shape=(3, TILE_PX, TILE_PX), **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,14 @@ from dflop_ds.data.conversation import (
     TokenizedSample,
     check_tokenizer,
     parse_record,
-    tokenize_record,
+    tokenize_conversation,
 )
 from dflop_ds.data.demo import DemoPaths
 from dflop_ds.errors import ConfigError, DataError
+from dflop_ds.families import MediaItem, MediaKind, Modality
+from dflop_ds.families.llava_onevision import LlavaOnevisionRule
+
+MODALITIES = (Modality.IMAGE, Modality.VIDEO)
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +37,16 @@ def _record(*values: str, **media: Any) -> dict[str, Any]:
     return {"id": "r1", "conversations": turns, **media}
 
 
-def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+def _rule(tokenizer: PreTrainedTokenizerFast) -> LlavaOnevisionRule:
     image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
-    return {"image_token_id": image, "video_token_id": video}
+    return LlavaOnevisionRule(70, 14, ((70, 70),), 9, image, video)
 
 
 def _tokenize(
     record: dict[str, Any], tokenizer: PreTrainedTokenizerFast, media: list[int]
 ) -> TokenizedSample:
-    return tokenize_record(record, tokenizer, media, **_ids(tokenizer))
+    items = [MediaItem(MediaKind.WHOLE_IMAGE, 1, 1, num_tokens) for num_tokens in media]
+    return tokenize_conversation(parse_record(record, "r1", MODALITIES), tokenizer, items, _rule(tokenizer))
 
 
 def _chat_ml(*turns: tuple[str, str]) -> str:
@@ -57,7 +63,7 @@ def test_ids_and_labels_by_hand(tokenizer: PreTrainedTokenizerFast) -> None:
 
     expected = [
         (part("<|im_start|>user\n"), False),
-        ([_ids(tokenizer)["image_token_id"]] * 3, False),
+        ([_rule(tokenizer).image_token_id] * 3, False),
         (part("\nHi?<|im_end|>\n<|im_start|>assistant\n"), False),
         (part("Yes.<|im_end|>"), True),
         (part("\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"), False),
@@ -113,22 +119,22 @@ def test_roles_system_turns_and_missing_answers(tokenizer: PreTrainedTokenizerFa
 
 
 def test_image_placeholder_stands_for_a_clip_when_there_are_only_clips() -> None:
-    conversation = parse_record(_record("<image>\nWhat happens?", "Much.", video="a.mp4"), "r1")
+    conversation = parse_record(_record("<image>\nWhat happens?", "Much.", video="a.mp4"), "r1", MODALITIES)
     assert conversation.messages[0] == ("user", "<video>\nWhat happens?")
-    assert [(ref.path, ref.is_clip) for ref in conversation.media] == [("a.mp4", True)]
+    assert [(ref.path, ref.modality) for ref in conversation.media] == [("a.mp4", Modality.VIDEO)]
 
 
 def test_media_without_placeholders_go_first() -> None:
     record = _record("What?", "That.", "And?", "This.", image=["a.jpg", "b.jpg"], video="c.mp4")
     record["conversations"].insert(0, {"from": "system", "value": "Be brief."})
-    conversation = parse_record(record, "r1")
+    conversation = parse_record(record, "r1", MODALITIES)
     assert conversation.messages[1] == ("user", "<image>\n<image>\n<video>\nWhat?")
     assert [ref.path for ref in conversation.media] == ["a.jpg", "b.jpg", "c.mp4"]
 
 
 def test_media_are_in_the_order_of_their_placeholders() -> None:
     record = _record("<video> then <image>", "ok", "<image>", "ok", image=["a.jpg", "b.jpg"], video=["c.mp4"])
-    assert [ref.path for ref in parse_record(record, "r1").media] == ["c.mp4", "a.jpg", "b.jpg"]
+    assert [ref.path for ref in parse_record(record, "r1", MODALITIES).media] == ["c.mp4", "a.jpg", "b.jpg"]
 
 
 @pytest.mark.parametrize(
@@ -147,31 +153,31 @@ def test_media_are_in_the_order_of_their_placeholders() -> None:
         (_record("hi", "ok", image=[""]), "'image' must be a path"),
         (
             {"conversations": [{"from": "system", "value": "hi"}], "image": "a.jpg"},
-            "human turn or a placeholder",
+            "human turn or a marker",
         ),
         (["no", "object"], "must be an object, found list"),
     ],
 )
 def test_malformed_records_are_named(record: Any, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        parse_record(record, "r1")
+        parse_record(record, "r1", MODALITIES)
     assert caught.value.sample_id == "r1"
     assert "sample 'r1'" in str(caught.value)
 
 
 def test_media_token_list_of_another_length_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match="one placeholder per media item, found 1 for 2"):
+    with pytest.raises(DataError, match="one media item per marker, found 2 for 1"):
         _tokenize(_record("<image>", "ok", image="a.jpg"), tokenizer, [3, 3])
 
 
 def test_unusable_tokenizers_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = _ids(tokenizer)
+    rule = _rule(tokenizer)
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     with pytest.raises(ConfigError, match="must have a chat template"):
-        tokenize_record(_record("a", "b"), bare, [], **ids)
+        check_tokenizer(bare, rule.placeholders.values())
     with pytest.raises(ConfigError, match="must map '<image>' to token 9999"):
-        check_tokenizer(tokenizer, 9999, ids["video_token_id"])
+        check_tokenizer(tokenizer, dataclasses.replace(rule, image_token_id=9999).placeholders.values())
 
 
 LAST_TURN_ONLY = "{{ messages[-1].content }}{% if add_generation_prompt %}>{% endif %}"

@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import LlavaOnevisionForConditionalGeneration
 
-from dflop_ds.data import dataset as dataset_module
+from dflop_ds.data import reader as reader_module
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.data.demo import DemoPaths
 from dflop_ds.data.layout import MediaKind
@@ -51,9 +51,9 @@ def test_shapes_are_those_of_the_loaded_samples(demo_set: LlavaDataset) -> None:
         assert shape.llm_tokens == len(sample.input_ids) == len(sample.labels)
         assert shape.text_tokens == shape.llm_tokens - media_tokens
         assert shape.target_tokens == int((sample.labels[1:] != -100).sum()) > 0
-        assert sample.pixel_values is not None
-        assert len(sample.pixel_values) == shape.encoder_inputs == shape.num_tiles + shape.num_frames
-        assert sample.pixel_values.dtype == torch.float32
+        assert sample.media_values is not None
+        assert len(sample.media_values) == shape.encoder_inputs == shape.num_tiles + shape.num_frames
+        assert sample.media_values.dtype == torch.float32
         ids = torch.tensor([demo_set.rule.image_token_id, demo_set.rule.video_token_id])
         assert int(torch.isin(sample.input_ids, ids).sum()) == media_tokens
 
@@ -62,8 +62,9 @@ def test_shapes_are_those_of_the_loaded_samples(demo_set: LlavaDataset) -> None:
 def test_image_pixels_equal_the_processor(demo_set: LlavaDataset, kind: MediaKind) -> None:
     for index in _with(demo_set, kind):
         images = [load_image(path) for path in demo_set.media_paths(index)]
-        expected = demo_set.image_processor([images], return_tensors="pt")["pixel_values"].flatten(0, 1)
-        pixels = demo_set[index].pixel_values
+        image_processor = demo_set.processor.image_processor
+        expected = image_processor([images], return_tensors="pt")["pixel_values"].flatten(0, 1)
+        pixels = demo_set[index].media_values
         assert pixels is not None
         assert torch.equal(pixels, expected)
         num_tiles = [1] * len(images) if kind is MediaKind.WHOLE_IMAGE else [len(expected)]
@@ -78,7 +79,7 @@ def test_clip_pixels_are_resized_frames(demo_set: LlavaDataset) -> None:
         frames = load_frames(path, [k * total // item.num_inputs for k in range(item.num_inputs)])
         resized = [np.asarray(Image.fromarray(f).resize((70, 70), Image.Resampling.BICUBIC)) for f in frames]
         expected = (np.stack(resized).transpose(0, 3, 1, 2) / 255.0 - 0.5) / 0.5
-        pixels = demo_set[index].pixel_values
+        pixels = demo_set[index].media_values
         assert pixels is not None
         assert np.allclose(pixels.numpy(), expected, atol=1e-5)
 
@@ -90,13 +91,13 @@ def test_the_model_accepts_every_sample(demo_set: LlavaDataset, tiny_demo: DemoP
         sample = demo_set[index]
         inputs: dict[str, torch.Tensor] = {}
         images = [item for item in sample.media if item.kind is not MediaKind.CLIP]
-        assert sample.pixel_values is not None
+        assert sample.media_values is not None
         if images and len(images) == len(sample.media):
-            inputs["pixel_values"] = torch.stack(sample.pixel_values.split([i.num_inputs for i in images]))
-            inputs["image_sizes"] = torch.tensor([[item.height, item.width] for item in images])
+            inputs["pixel_values"] = torch.stack(sample.media_values.split([i.num_inputs for i in images]))
+            inputs["image_sizes"] = torch.tensor([list(item.extent) for item in images])
             inputs["batch_num_images"] = torch.tensor([len(images)])
         elif sample.media:
-            inputs["pixel_values_videos"] = sample.pixel_values[None]
+            inputs["pixel_values_videos"] = sample.media_values[None]
         with torch.no_grad():
             logits = model(input_ids=sample.input_ids[None], **inputs).logits
         assert torch.isfinite(logits).all()
@@ -113,9 +114,9 @@ def test_images_and_clips_mix_in_placeholder_order(
     sample = mixed[0]
     assert [item.kind for item in sample.media] == [MediaKind.CLIP, MediaKind.TILED_IMAGE]
     assert sample.sample_id == "7"
-    expected = mixed.image_processor([[load_image(image)]], return_tensors="pt")["pixel_values"][0]
-    assert sample.pixel_values is not None
-    assert torch.equal(sample.pixel_values[sample.media[0].num_inputs :], expected)
+    expected = mixed.processor.image_processor([[load_image(image)]], return_tensors="pt")["pixel_values"][0]
+    assert sample.media_values is not None
+    assert torch.equal(sample.media_values[sample.media[0].num_inputs :], expected)
 
 
 def test_view_without_pixels_decodes_nothing(demo_set: LlavaDataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +124,11 @@ def test_view_without_pixels_decodes_nothing(demo_set: LlavaDataset, monkeypatch
         raise AssertionError("pixels were decoded")
 
     full = demo_set[0]
-    monkeypatch.setattr(dataset_module, "load_image", refuse)
-    monkeypatch.setattr(dataset_module, "load_frames", refuse)
+    monkeypatch.setattr(reader_module, "load_image", refuse)
+    monkeypatch.setattr(reader_module, "load_frames", refuse)
     light = demo_set.without_pixels()
     samples = [light[index] for index in range(len(light))]
-    assert all(sample.pixel_values is None for sample in samples)
+    assert all(sample.media_values is None for sample in samples)
     assert torch.equal(samples[0].input_ids, full.input_ids)
     assert demo_set.load_pixels
 

@@ -13,11 +13,11 @@ from dflop_ds.errors import PlanError
 
 MEDIA = {
     "none": (),
-    "one": (MediaItem(MediaKind.TILED_IMAGE, 7, 480, 640, 1500),),
+    "one": (MediaItem(MediaKind.TILED_IMAGE, 7, 7, 1500, (480, 640)),),
     "several": (
-        MediaItem(MediaKind.WHOLE_IMAGE, 1, 20, 30, 26),
-        MediaItem(MediaKind.CLIP, 32, 9, 8, 6273),
-        MediaItem(MediaKind.TILED_IMAGE, 2, 1, 1, 3),
+        MediaItem(MediaKind.WHOLE_IMAGE, 1, 1, 26, (20, 30)),
+        MediaItem(MediaKind.CLIP, 32, 128, 6273, (9, 8, 7, 6)),
+        MediaItem(MediaKind.AUDIO, 2, 2, 3),
     ),
 }
 
@@ -63,24 +63,28 @@ def test_ids_of_other_integer_types_are_widened() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda v: v[:0], "layout version 1"),
-        (lambda v: v[:5], "layout version 1"),
-        (lambda v: torch.cat([torch.tensor([2]), v[1:]]), r"layout version 1, found \[2\]"),
-        (lambda v: v[:-1], r"must hold 30 numbers by its header, found 29"),
-        (lambda v: torch.cat([v, v[:1]]), r"must hold 30 numbers by its header, found 31"),
-        (lambda v: torch.cat([v[:3], v[3:4] + 1, v[4:]]), r"must hold 35 numbers by its header, found 30"),
+        (lambda v: v[:0], "layout version 2"),
+        (lambda v: v[:5], "layout version 2"),
+        (lambda v: torch.cat([torch.tensor([1]), v[1:]]), r"layout version 2, found \[1\]"),
+        (lambda v: v[:-1], r"must hold 34 numbers by its header, found 33"),
+        (lambda v: torch.cat([v, v[:1]]), r"must hold 34 numbers by its header, found 35"),
+        (lambda v: torch.cat([v[:3], v[3:4] + 1, v[4:]]), r"must hold 35 numbers by its header, found 34"),
     ],
 )
 def test_damaged_vectors_are_refused(damage, message) -> None:
     vector = _layout(MEDIA["one"] * 2, lengths=(3, 1, 4)).encode()
-    assert vector.numel() == 6 + 3 + 2 * 5 + 8 + 3  # header, segments, media, ids, positions
+    assert vector.numel() == 6 + 3 + 2 * 7 + 8 + 3  # header, segments, media, ids, positions
     with pytest.raises(PlanError, match=message):
         PackedLayout.decode(damage(vector))
 
 
-@pytest.mark.parametrize(("position", "value"), [(9, 7), (6, 4)], ids=["media_kind", "segment_length"])
+@pytest.mark.parametrize(
+    ("position", "value"),
+    [(9, 7), (6, 4), (13, 3), (13, 1), (13, -1)],
+    ids=["media_kind", "segment_length", "extent_too_long", "extent_too_short", "extent_negative"],
+)
 def test_damaged_content_is_refused(position: int, value: int) -> None:
-    """A kind that is none, and segments that are longer than the tokens."""
+    """A kind that is none, segments longer than the tokens, and extents that end elsewhere."""
     vector = _layout(MEDIA["one"]).encode()
     vector[position] = value
     with pytest.raises(PlanError):

@@ -203,7 +203,7 @@ def test_outdated_cache_is_not_used(
     if change == "records":
         os.utime(copied.records_path, ns=(1, 1))
     elif change == "settings":
-        copied.max_frames += 1
+        copied.reader.max_frames += 1
     elif change == "scan":
         options["scan"] = "decode"
     else:

@@ -12,7 +12,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from dflop_ds.data.layout import MediaItem, MediaKind, PackedLayout
+from dflop_ds.data.layout import PackedLayout
 from dflop_ds.families.llava_onevision import LlavaOnevisionRule
 from dflop_ds.models.attention import SEGMENTS_NAME
 from dflop_ds.models.llava_onevision import pipeline_layers
@@ -67,15 +67,14 @@ class Sample:
         items, ids = [], [torch.randint(0, 90, (3 + seed % 5,), generator=generator)]
         for height, width in self.images:
             shape = rule.image(height, width, len(self.images))
-            kind = MediaKind.TILED_IMAGE if len(self.images) == 1 else MediaKind.WHOLE_IMAGE
-            items.append(MediaItem(kind, shape.num_inputs, height, width, shape.num_tokens))
+            items.append(shape)
             ids += [
                 torch.full((shape.num_tokens,), IMAGE_ID),
                 torch.randint(0, 90, (2,), generator=generator),
             ]
         if frames:
             shape = rule.clip(frames)
-            items.append(MediaItem(MediaKind.CLIP, shape.num_inputs, 20, 20, shape.num_tokens))
+            items.append(shape)
             ids += [
                 torch.full((shape.num_tokens,), VIDEO_ID),
                 torch.randint(0, 90, (4,), generator=generator),

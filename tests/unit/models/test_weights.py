@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from dflop_ds.errors import ModelError
+from dflop_ds.families.llava_onevision import FAMILY
 from dflop_ds.models.llava_onevision import pipeline_layers
 from dflop_ds.models.weights import Checkpoint, load_layers
 
@@ -93,7 +94,7 @@ def _assert_loaded(layers: list, state: dict[str, torch.Tensor]) -> None:
 def test_one_file(naming: str, tmp_path: Path, config, state) -> None:
     save_file(_renamed(state, NAMINGS[naming]), str(tmp_path / "model.safetensors"))
     layers = _built(config)
-    load_layers(layers, Checkpoint(tmp_path))
+    load_layers(layers, Checkpoint(tmp_path, FAMILY.published_names))
     _assert_loaded(layers, state)
 
 
@@ -108,7 +109,7 @@ def test_shards_with_an_index(naming: str, tmp_path: Path, config, state) -> Non
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     layers = _built(config)
-    load_layers(layers, Checkpoint(tmp_path))
+    load_layers(layers, Checkpoint(tmp_path, FAMILY.published_names))
     _assert_loaded(layers, state)
 
 
@@ -116,7 +117,7 @@ def test_what_save_pretrained_writes_is_read(tmp_path: Path, config) -> None:
     model = LlavaOnevisionForConditionalGeneration(config)
     model.save_pretrained(tmp_path)
     layers = _built(config)
-    load_layers(layers, Checkpoint(tmp_path))
+    load_layers(layers, Checkpoint(tmp_path, FAMILY.published_names))
     _assert_loaded(layers, model.state_dict())
 
 
@@ -130,7 +131,7 @@ def test_other_precision_is_converted(tmp_path: Path, config, state) -> None:
     half = {name: value.to(torch.bfloat16) for name, value in state.items()}
     save_file(half, str(tmp_path / "model.safetensors"))
     layers = _built(config)
-    load_layers(layers, Checkpoint(tmp_path))
+    load_layers(layers, Checkpoint(tmp_path, FAMILY.published_names))
     assert all(p.dtype == torch.float32 for layer in layers for p in layer.parameters())
     _assert_loaded(layers, {name: value.float() for name, value in half.items()})
 
@@ -141,14 +142,14 @@ def test_a_missing_weight_is_named(naming: str, tmp_path: Path, config, state) -
     rest = {key: value for key, value in state.items() if key != name}
     save_file(_renamed(rest, NAMINGS[naming]), str(tmp_path / "model.safetensors"))
     with pytest.raises(ModelError, match=rf"must hold the weight {name}.*language_model\.model\.layers\.1"):
-        load_layers(_built(config), Checkpoint(tmp_path))
+        load_layers(_built(config), Checkpoint(tmp_path, FAMILY.published_names))
 
 
 def test_another_shape_is_named(tmp_path: Path, config, state) -> None:
     name = "model.multi_modal_projector.linear_1.weight"
     save_file({**state, name: torch.zeros(8, 9)}, str(tmp_path / "model.safetensors"))
     with pytest.raises(ModelError, match=rf"{name} must have shape \(8, 8\), found \(8, 9\)"):
-        load_layers(_built(config), Checkpoint(tmp_path))
+        load_layers(_built(config), Checkpoint(tmp_path, FAMILY.published_names))
 
 
 def test_a_directory_without_weights(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def bench(tmp_path_factory):
     demo = build_demo(tmp_path_factory.mktemp("demo"), num_samples=12, seed=3, dims=dims)
     dataset = from_pretrained_dir(demo.model_dir, demo.train_path, media_root=demo.media_root)
     found = probe(dataset, max_tokens=4096, progress=False)
-    collate = PackedCollator(0, tile_px=dataset.rule.tile_px, reduction="token", normalise="none")
+    collate = PackedCollator(0, row_shape=dataset.processor.row_shape, reduction="token", normalise="none")
     plans = pipeline_layers(AutoConfig.from_pretrained(demo.model_dir))
     return plans, ProbedDataset(dataset, found.table, found.rows), collate
 

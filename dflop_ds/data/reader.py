@@ -1,0 +1,96 @@
+"""Media files of samples: sizes from headers, and decoded content when it is wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dflop_ds.data.audio import audio_info, load_audio, resampled_length
+from dflop_ds.data.conversation import MediaRef
+from dflop_ds.data.media import clip_info, frame_indices, image_size, load_frames, load_image
+from dflop_ds.errors import ConfigError
+from dflop_ds.families import MediaItem, MediaRule, Modality
+
+
+class MediaReader:
+    """Reads the media files that records name.
+
+    Parameters
+    ----------
+    root : str or Path
+        Folder that relative paths start from.
+    rule : MediaRule
+    max_frames : int
+        Frames taken of one clip at most.
+    frames_per_second : float
+        Sampling rate of clips.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is out of range.
+    """
+
+    def __init__(self, root: str | Path, rule: MediaRule, max_frames: int, frames_per_second: float) -> None:
+        if max_frames < 1 or not frames_per_second > 0:
+            raise ConfigError(
+                "a data set needs max_frames >= 1 and frames_per_second > 0, found "
+                f"{max_frames} and {frames_per_second}; correct the settings."
+            )
+        self.root = Path(root)
+        self.rule = rule
+        self.max_frames = max_frames
+        self.frames_per_second = frames_per_second
+
+    def path(self, ref: MediaRef) -> Path:
+        """Where a file is."""
+        return self.root / ref.path
+
+    def item(self, ref: MediaRef, num_images: int) -> MediaItem:
+        """What a file will become, from its header.
+
+        Parameters
+        ----------
+        ref : MediaRef
+        num_images : int
+            Images in the sample.
+
+        Raises
+        ------
+        DataError
+            If the header cannot be read or the model does not take the file.
+        """
+        path = self.path(ref)
+        if ref.modality is Modality.VIDEO:
+            info = clip_info(path)
+            num_frames = len(self._frame_indices(info.num_frames, info.fps))
+            interval_s = info.duration_s / num_frames
+            return self.rule.clip(num_frames, info.height, info.width, interval_s)
+        if ref.modality is Modality.AUDIO:
+            recording = audio_info(path)
+            wanted_hz = self.rule.sampling_rate_hz
+            return self.rule.audio(
+                resampled_length(recording.num_samples, recording.sampling_rate_hz, wanted_hz)
+            )
+        height, width = image_size(path)
+        return self.rule.image(height, width, num_images)
+
+    def load(self, ref: MediaRef) -> Any:
+        """Decoded content: a PIL image, the frames of a clip as uint8 arrays (height, width, 3), or
+        the float32 samples of a recording.
+
+        Raises
+        ------
+        DataError
+            If the file cannot be decoded.
+        """
+        path = self.path(ref)
+        if ref.modality is Modality.VIDEO:
+            info = clip_info(path)
+            return load_frames(path, self._frame_indices(info.num_frames, info.fps))
+        if ref.modality is Modality.AUDIO:
+            return load_audio(path, self.rule.sampling_rate_hz)
+        return load_image(path)
+
+    def _frame_indices(self, num_frames: int, fps: float) -> list[int]:
+        return frame_indices(num_frames, fps, self.frames_per_second, self.max_frames)
