@@ -30,10 +30,13 @@ SHAPE_COLUMNS: dict[str, np.dtype[Any]] = {
     "llm_tokens": np.dtype(np.int64),
     "target_tokens": np.dtype(np.int64),
     "audio_s": np.dtype(np.float64),
+    "num_patches": np.dtype(np.int64),
+    "sum_squared_windows": np.dtype(np.int64),
+    "sum_squared_frames": np.dtype(np.int64),
 }
 """Numeric fields of :class:`SampleShape`, in their order, with their types."""
 
-_OPTIONAL_COLUMNS = ("audio_s",)
+_OPTIONAL_COLUMNS = ("audio_s", "num_patches", "sum_squared_windows", "sum_squared_frames")
 """Columns that a table may lack; they are zero then."""
 
 
@@ -57,6 +60,10 @@ class SampleShape:
         Tokens that carry loss, after the shift by one.
     audio_s : float
         Length of its recordings, in seconds.
+    num_patches : int
+        Patches fed to an encoder of native resolution; 0 where the encoder takes fixed tiles.
+    sum_squared_windows, sum_squared_frames : int
+        Work of such an encoder's attention: sum over its windows, or over its frames, of patches squared.
     """
 
     sample_id: str
@@ -66,11 +73,14 @@ class SampleShape:
     llm_tokens: int
     target_tokens: int
     audio_s: float = 0.0
+    num_patches: int = 0
+    sum_squared_windows: int = 0
+    sum_squared_frames: int = 0
 
     @property
     def encoder_inputs(self) -> int:
-        """Encoder batch entries of the sample: tiles plus frames."""
-        return self.num_tiles + self.num_frames
+        """Encoder batch entries of the sample: patches at native resolution, else tiles plus frames."""
+        return self.num_patches or self.num_tiles + self.num_frames
 
 
 class ShapeTable:
@@ -143,8 +153,8 @@ class ShapeTable:
 
     @property
     def encoder_inputs(self) -> npt.NDArray[np.int64]:
-        """Tiles plus frames per sample, shape (n,)."""
-        return self.num_tiles + self.num_frames
+        """Patches at native resolution, else tiles plus frames, per sample; shape (n,)."""
+        return np.where(self.num_patches > 0, self.num_patches, self.num_tiles + self.num_frames)
 
     @property
     def text_tokens(self) -> npt.NDArray[np.int64]:
@@ -165,6 +175,21 @@ class ShapeTable:
     def audio_s(self) -> npt.NDArray[np.float64]:
         """Seconds of audio per sample, shape (n,)."""
         return self._columns["audio_s"]
+
+    @property
+    def num_patches(self) -> npt.NDArray[np.int64]:
+        """Patches of native resolution per sample, shape (n,)."""
+        return self._columns["num_patches"]
+
+    @property
+    def sum_squared_windows(self) -> npt.NDArray[np.int64]:
+        """Sum over attention windows of patches squared, per sample, shape (n,)."""
+        return self._columns["sum_squared_windows"]
+
+    @property
+    def sum_squared_frames(self) -> npt.NDArray[np.int64]:
+        """Sum over frames of patches squared, per sample, shape (n,)."""
+        return self._columns["sum_squared_frames"]
 
     def take(self, rows: npt.ArrayLike) -> ShapeTable:
         """Table of the given rows (indices, not a mask), in the given order."""

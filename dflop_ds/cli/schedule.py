@@ -77,7 +77,7 @@ def sample_costs(table: ShapeTable, arguments: argparse.Namespace) -> SampleCost
     """Predicted seconds of every sample in every stage of the pipeline that the profile balances."""
     config = read_json(arguments.model, "model config")
     dims = model_dims(config)
-    layers = ["vision_embed", *["vision_block"] * dims.vision.num_layers, "projector", "token_embed"]
+    layers = ["vision_embed", *dims.vision.layer_kinds, "projector", "token_embed"]
     layers += [*["decoder_block"] * dims.llm.num_layers, "norm", "head"]
     model = LayerCostModel().fit(ProfileTable.load(arguments.profile).rows, dims)
     num_bins = max(1, arguments.num_replicas * arguments.num_microbatches)

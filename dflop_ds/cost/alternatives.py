@@ -20,6 +20,8 @@ _KNOTS = 12
 _SIZE_OF_KIND = {
     "vision_embed": "encoder_inputs",
     "vision_block": "encoder_inputs",
+    "vision_window_block": "encoder_inputs",
+    "vision_frame_block": "encoder_inputs",
     "projector": "encoder_inputs",
     "token_embed": "llm_tokens",
     "decoder_block": "llm_tokens",

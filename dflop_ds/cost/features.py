@@ -14,9 +14,21 @@ from dflop_ds.shapes import ShapeTable
 
 FloatArray = npt.NDArray[np.float64]
 
-LAYER_KINDS = ("vision_embed", "vision_block", "projector", "token_embed", "decoder_block", "norm", "head")
+LAYER_KINDS = (
+    "vision_embed",
+    "vision_block",
+    "vision_window_block",
+    "vision_frame_block",
+    "projector",
+    "token_embed",
+    "decoder_block",
+    "norm",
+    "head",
+)
+"""``vision_block`` attends inside fixed tiles; the blocks of an encoder of native resolution attend
+inside windows or inside frames, whose sizes vary."""
 
-ENCODER_KINDS = ("vision_embed", "vision_block", "projector")
+ENCODER_KINDS = ("vision_embed", "vision_block", "vision_window_block", "vision_frame_block", "projector")
 """Kinds that do nothing, and cost nothing, in a microbatch without media."""
 
 _SIZE_FIELDS = (
@@ -26,11 +38,15 @@ _SIZE_FIELDS = (
     "sum_squared_tokens",
     "num_segments",
     "target_tokens",
+    "sum_squared_windows",
+    "sum_squared_frames",
 )
 
 _FEATURES: dict[str, tuple[str, ...]] = {
     "vision_embed": ("encoder_inputs",),
     "vision_block": ("encoder_inputs",),
+    "vision_window_block": ("encoder_inputs", "sum_squared_windows"),
+    "vision_frame_block": ("encoder_inputs", "sum_squared_frames"),
     "projector": ("encoder_inputs", "media_tokens"),
     "token_embed": ("llm_tokens",),
     "decoder_block": ("llm_tokens", "sum_squared_tokens", "num_segments"),
@@ -74,6 +90,8 @@ class ProfileRow:
     activation_bytes : int
         What one layer keeps from its forward for its backward pass, without activation checkpointing;
         0 where it was not measured.
+    sum_squared_windows, sum_squared_frames : int
+        See :class:`MicrobatchFeatures`; 0 for an encoder of fixed tiles.
     """
 
     kind: str
@@ -86,6 +104,8 @@ class ProfileRow:
     forward_s: float
     backward_s: float
     activation_bytes: int = 0
+    sum_squared_windows: int = 0
+    sum_squared_frames: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +115,16 @@ class MicrobatchFeatures:
     Attributes
     ----------
     encoder_inputs : ndarray of float64, shape (n,)
-        Tiles plus frames.
+        Tiles plus frames, or patches for an encoder of native resolution.
     media_tokens, llm_tokens, target_tokens : ndarray of float64, shape (n,)
         Media placeholders, whole packed length and supervised positions, in tokens.
     sum_squared_tokens : ndarray of float64, shape (n,)
         Sum over the packed segments of length squared, in tokens^2.
     num_segments : ndarray of float64, shape (n,)
         Samples packed into the microbatch.
+    sum_squared_windows, sum_squared_frames : ndarray of float64, shape (n,), optional
+        Sum over the attention windows, or over the frames, of an encoder of native resolution, of
+        patches squared. By default zero.
 
     Raises
     ------
@@ -115,10 +138,13 @@ class MicrobatchFeatures:
     sum_squared_tokens: FloatArray
     num_segments: FloatArray
     target_tokens: FloatArray
+    sum_squared_windows: FloatArray | None = None
+    sum_squared_frames: FloatArray | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            column = np.asarray(getattr(self, field.name), dtype=np.float64)
+            given = getattr(self, field.name)
+            column = np.zeros(len(self)) if given is None else np.asarray(given, dtype=np.float64)
             object.__setattr__(self, field.name, column)
             if column.shape != (len(self),):
                 raise CostModelError(
@@ -231,4 +257,6 @@ def _sample_columns(table: ShapeTable) -> tuple[FloatArray, ...]:
         llm_tokens * llm_tokens,
         np.ones(len(table)),
         table.target_tokens.astype(np.float64),
+        table.sum_squared_windows.astype(np.float64),
+        table.sum_squared_frames.astype(np.float64),
     )

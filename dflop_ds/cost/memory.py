@@ -36,6 +36,8 @@ _FP32_BYTES = 4
 _TERMS: dict[str, tuple[str, ...]] = {
     "vision_embed": ("encoder_inputs",),
     "vision_block": ("encoder_inputs",),
+    "vision_window_block": ("encoder_inputs", "sum_squared_windows"),
+    "vision_frame_block": ("encoder_inputs", "sum_squared_frames"),
     "projector": ("encoder_inputs", "media_tokens"),
     "token_embed": ("llm_tokens", "media_tokens"),
     "decoder_block": ("llm_tokens", "sum_squared_tokens", "num_segments"),

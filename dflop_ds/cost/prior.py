@@ -23,6 +23,13 @@ OVERHEAD = "overhead"
 _WEIGHT_FLOOR = 1e-2
 _RANK_TOLERANCE = 1e-6
 
+_ATTENTION_SUMS: dict[str, str | None] = {
+    "vision_block": None,
+    "vision_window_block": "sum_squared_windows",
+    "vision_frame_block": "sum_squared_frames",
+}
+"""Kinds of encoder blocks, with the feature that their attention grows with where tiles are not fixed."""
+
 
 def prior_terms(
     kind: str, direction: Direction, features: MicrobatchFeatures, dims: flops.ModelDims
@@ -52,8 +59,8 @@ def prior_terms(
     terms: dict[str, FloatArray] = {}
     if kind == "vision_embed":
         terms["flops"] = flops.vision_embed_flops(vision, features.encoder_inputs)
-    elif kind == "vision_block":
-        terms["flops"] = flops.vision_block_flops(vision, features.encoder_inputs)
+    elif kind in _ATTENTION_SUMS:
+        terms |= _encoder_block_terms(kind, features, dims)
     elif kind == "projector":
         terms["flops"] = flops.projector_flops(dims, features.encoder_inputs)
         terms["bytes"] = flops.copy_bytes(features.media_tokens, llm.hidden)
@@ -69,6 +76,24 @@ def prior_terms(
         terms = {name: flops.BACKWARD_RATIO * term for name, term in terms.items()}
     if kind == "decoder_block":
         terms["segments"] = features.num_segments
+    return terms
+
+
+def _encoder_block_terms(
+    kind: str, features: MicrobatchFeatures, dims: flops.ModelDims
+) -> dict[str, FloatArray]:
+    """Terms of an encoder block; the sums are those of the blocks that the encoder has."""
+    vision, name = dims.vision, _ATTENTION_SUMS[kind]
+    if isinstance(vision, flops.NativeVisionDims) != (name is not None):
+        raise CostModelError(
+            f"a layer of kind {kind!r} must belong to an encoder of "
+            f"{'native resolution' if name else 'fixed inputs'}, found {type(vision).__name__}. "
+            "Use the dimensions of the profiled model."
+        )
+    terms = {"flops": flops.vision_block_flops(vision, features.encoder_inputs)}
+    if name is not None:
+        squared: FloatArray = getattr(features, name)
+        terms["attention_flops"] = flops.attention_flops(squared, vision.hidden, causal=False)
     return terms
 
 

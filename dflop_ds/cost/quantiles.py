@@ -206,6 +206,8 @@ def whole_microbatches(rows: Sequence[ProfileRow]) -> list[list[ProfileRow]]:
             row.sum_squared_tokens,
             row.num_segments,
             row.target_tokens,
+            row.sum_squared_windows,
+            row.sum_squared_frames,
         )
         groups.setdefault(sizes, {})[row.kind] = row
     present = {row.kind for row in rows}

@@ -15,7 +15,7 @@ Norms, biases, activations and softmax are left out of the FLOP counts: they are
 per token they are proportional to terms that are counted. Counts are per layer and forward only.
 """
 
-from dflop_ds.flops.encoders import IMAGE_CHANNELS, AudioDims, EncoderDims, VisionDims
+from dflop_ds.flops.encoders import IMAGE_CHANNELS, AudioDims, EncoderDims, NativeVisionDims, VisionDims
 from dflop_ds.flops.model import (
     LlmDims,
     ModelDims,
@@ -36,6 +36,7 @@ __all__ = [
     "EncoderDims",
     "LlmDims",
     "ModelDims",
+    "NativeVisionDims",
     "VisionDims",
     "attention_flops",
     "copy_bytes",

@@ -36,7 +36,11 @@ class EncoderDims(Protocol):
 
     @property
     def block_flops_per_input(self) -> float:
-        """FLOPs of one block."""
+        """FLOPs of one block; without attention where that does not grow with the number of inputs."""
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """Layer kinds of the blocks, in order."""
 
     def projector_flops_per_input(self, llm_hidden: int) -> float:
         """FLOPs of what lies between the last block and an LLM of this width."""
@@ -104,10 +108,88 @@ class VisionDims:
         """Every patch of a tile attends to all of them."""
         return self.patches_per_tile * _block_flops(self.hidden, self.intermediate, self.patches_per_tile)
 
+    @property
+    def layer_kinds(self) -> list[str]:
+        """One kind."""
+        return ["vision_block"] * self.num_layers
+
     def projector_flops_per_input(self, llm_hidden: int) -> float:
         """Layers ``hidden -> llm_hidden -> llm_hidden`` over every patch, before any pooling."""
         weights = float(self.hidden * llm_hidden + llm_hidden * llm_hidden)
         return 2.0 * self.patches_per_tile * weights
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeVisionDims:
+    """Dimensions of a vision transformer that takes images at their own size; an input is one patch.
+
+    Its MLP is SwiGLU. Some blocks attend inside windows and the others inside frames, so attention
+    grows with sums of squares that depend on the images, and is counted apart.
+
+    Attributes
+    ----------
+    hidden, intermediate : int
+        Width of the residual stream and of the MLP.
+    num_heads, num_layers : int
+        Attention heads and transformer blocks.
+    patch_px, frames_per_patch : int
+        Side of a patch in pixels, and frames that it spans.
+    merge : int
+        ``merge x merge`` patches become one LLM token.
+    frame_layers : tuple of int
+        Blocks that attend inside whole frames.
+    """
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_layers: int
+    patch_px: int
+    frames_per_patch: int
+    merge: int
+    frame_layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_positive(self, without="frame_layers")
+        object.__setattr__(self, "frame_layers", tuple(self.frame_layers))
+        if not all(0 <= index < self.num_layers for index in self.frame_layers):
+            raise CostModelError(
+                f"fullatt_block_indexes must be below depth {self.num_layers}, found "
+                f"{list(self.frame_layers)}. Check vision_config of the model's config.json."
+            )
+
+    @property
+    def values_per_input(self) -> int:
+        """Pixels of a patch in all channels and frames."""
+        return IMAGE_CHANNELS * self.frames_per_patch * self.patch_px * self.patch_px
+
+    @property
+    def positions_per_input(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def embed_flops_per_input(self) -> float:
+        """One ``[1, values] @ [values, hidden]`` product."""
+        return matmul_flops(1.0, float(self.hidden), float(self.values_per_input))
+
+    @property
+    def block_flops_per_input(self) -> float:
+        """4 attention projections and the 3 of the MLP; attention itself is not included."""
+        return 2.0 * (4.0 * self.hidden * self.hidden + 3.0 * self.hidden * self.intermediate)
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """Windows, but for the blocks named in ``frame_layers``."""
+        kinds = ["vision_window_block"] * self.num_layers
+        for index in self.frame_layers:
+            kinds[index] = "vision_frame_block"
+        return kinds
+
+    def projector_flops_per_input(self, llm_hidden: int) -> float:
+        """Layers ``joined -> joined -> llm_hidden`` for ``merge x merge`` joined patches."""
+        joined = self.hidden * self.merge * self.merge
+        return 2.0 * float(joined * joined + joined * llm_hidden) / (self.merge * self.merge)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +241,11 @@ class AudioDims:
     def block_flops_per_input(self) -> float:
         """Attention is counted for a whole window; in shorter recordings it is a little less."""
         return _block_flops(self.hidden, self.intermediate, self.max_positions)
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """One kind, which is that of encoders of fixed tiles."""
+        return ["vision_block"] * self.num_layers
 
     def projector_flops_per_input(self, llm_hidden: int) -> float:
         """One layer ``hidden -> llm_hidden`` for two positions."""

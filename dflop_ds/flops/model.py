@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflop_ds.errors import CostModelError
-from dflop_ds.flops.encoders import AudioDims, EncoderDims, VisionDims
+from dflop_ds.flops.encoders import AudioDims, EncoderDims, NativeVisionDims, VisionDims
 from dflop_ds.flops.rules import Count, attention_flops, check_positive
 
 
@@ -65,12 +65,12 @@ class ModelDims:
 
     Attributes
     ----------
-    vision : VisionDims or AudioDims
+    vision : VisionDims, NativeVisionDims or AudioDims
         The encoder.
     llm : LlmDims
     """
 
-    vision: VisionDims | AudioDims
+    vision: VisionDims | NativeVisionDims | AudioDims
     llm: LlmDims
 
     @classmethod
@@ -128,7 +128,37 @@ class ModelDims:
             llm=LlmDims.from_hf_config(config),
         )
 
-    def to_dict(self) -> dict[str, dict[str, int]]:
+    @classmethod
+    def from_native_config(cls, config: Mapping[str, Any]) -> ModelDims:
+        """Read the dimensions of a model with an encoder of native resolution.
+
+        Parameters
+        ----------
+        config : mapping
+            Qwen2.5-VL style, see :meth:`from_hf_config`; without ``text_config`` the LLM is described by
+            the configuration itself, as in published files.
+
+        Raises
+        ------
+        CostModelError
+            If a part or a value is missing or is not a positive whole number.
+        """
+        vision = _part(config, "vision_config")
+        return cls(
+            vision=NativeVisionDims(
+                hidden=_entry(vision, "vision_config", "hidden_size"),
+                intermediate=_entry(vision, "vision_config", "intermediate_size"),
+                num_heads=_entry(vision, "vision_config", "num_heads"),
+                num_layers=_entry(vision, "vision_config", "depth"),
+                patch_px=_entry(vision, "vision_config", "patch_size"),
+                frames_per_patch=_entry(vision, "vision_config", "temporal_patch_size"),
+                merge=_entry(vision, "vision_config", "spatial_merge_size"),
+                frame_layers=tuple(vision.get("fullatt_block_indexes") or ()),
+            ),
+            llm=LlmDims.from_hf_config(config if "text_config" in config else {"text_config": config}),
+        )
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested plain dict, the inverse of :meth:`from_dict`."""
         return {"vision": dataclasses.asdict(self.vision), "llm": dataclasses.asdict(self.llm)}
 
@@ -142,13 +172,19 @@ class ModelDims:
             If a field is missing, unknown or not a positive whole number.
         """
         try:
-            encoder = AudioDims if "num_mel_bins" in data["vision"] else VisionDims
+            encoder = _encoder_class(data["vision"])
             return cls(vision=encoder(**data["vision"]), llm=LlmDims(**data["llm"]))
         except (KeyError, TypeError) as error:
             raise CostModelError(
-                "dimensions must have the fields of VisionDims or AudioDims, and of LlmDims; "
+                "dimensions must have the fields of an encoder (VisionDims or another) and of LlmDims; "
                 f"{error!r}. Write the file again."
             ) from error
+
+
+def _encoder_class(data: Mapping[str, Any]) -> type[VisionDims | NativeVisionDims | AudioDims]:
+    if "num_mel_bins" in data:
+        return AudioDims
+    return NativeVisionDims if "merge" in data else VisionDims
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

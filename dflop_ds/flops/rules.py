@@ -20,9 +20,11 @@ BYTES_PER_VALUE = 2.0
 """Bytes of a bfloat16 or float16 value."""
 
 
-def check_positive(owner: object) -> None:
-    """Raise :class:`CostModelError` unless every field of a dataclass is a whole number of at least 1."""
+def check_positive(owner: object, without: str = "") -> None:
+    """Raise :class:`CostModelError` unless every field but one is a whole number of at least 1."""
     for field in dataclasses.fields(owner):  # type: ignore[arg-type]
+        if field.name == without:
+            continue
         value = getattr(owner, field.name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CostModelError(

@@ -25,6 +25,8 @@ def draw_histograms(path: str | Path, table: ShapeTable) -> None:
         "LLM tokens": table.llm_tokens,
         "supervised tokens": table.target_tokens,
     }
+    if table.num_patches.any():
+        columns["patches"] = table.num_patches
     if table.audio_s.any():
         columns["seconds of audio"] = table.audio_s
     figure, axes = _axes(len(columns))

@@ -19,6 +19,7 @@ SCHEMA_VERSION = 2
 
 MismatchPolicy = Literal["warn", "refuse"]
 
+_DEPTH = ("num_layers", "frame_layers")
 _CONDITIONS = (
     "device",
     "hardware",
@@ -46,9 +47,7 @@ def model_hash(config: Mapping[str, Any]) -> str:
         If a dimension is missing.
     """
     dims = model_dims(config).to_dict()
-    relevant = {
-        part: {key: value for key, value in dims[part].items() if key != "num_layers"} for part in dims
-    }
+    relevant = {part: {key: value for key, value in dims[part].items() if key not in _DEPTH} for part in dims}
     canonical = json.dumps(relevant, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -95,6 +94,8 @@ class ProfileLimit:
         Layer kind that ran out of memory.
     encoder_inputs, media_tokens, llm_tokens, sum_squared_tokens, num_segments, target_tokens : int
         See :class:`~dflop_ds.cost.features.MicrobatchFeatures`.
+    sum_squared_windows, sum_squared_frames : int
+        As above; 0 for an encoder of fixed tiles.
     """
 
     kind: str
@@ -104,6 +105,8 @@ class ProfileLimit:
     sum_squared_tokens: int
     num_segments: int
     target_tokens: int
+    sum_squared_windows: int = 0
+    sum_squared_frames: int = 0
 
 
 class ProfileTable:

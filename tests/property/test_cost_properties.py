@@ -9,15 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflop_ds import flops
-from dflop_ds.cost.features import LAYER_KINDS, MicrobatchFeatures
+from dflop_ds.cost.features import MicrobatchFeatures
 from dflop_ds.cost.model import CostModel, LayerCostModel, ProfileRow
 from dflop_ds.shapes import SampleShape, ShapeTable
+from tests.support.kinds import NATIVE_KINDS, TILED_KINDS
 
 DIMS = flops.ModelDims(flops.VisionDims(64, 128, 4, 2, 56, 14), flops.LlmDims(64, 128, 4, 2, 16, 2, 256))
+NATIVE_DIMS = flops.ModelDims(flops.NativeVisionDims(64, 96, 4, 2, 14, 2, 2, (1,)), DIMS.llm)
 FIELDS = [field.name for field in dataclasses.fields(MicrobatchFeatures)]
 STAGES = [["vision_embed", "vision_block", "projector"], ["token_embed", "decoder_block", "norm", "head"]]
 
-kinds = st.sampled_from(LAYER_KINDS)
 sizes = st.integers(0, 10**9)
 microbatches = st.lists(st.tuples(*[sizes] * len(FIELDS)), min_size=1, max_size=20)
 samples = st.builds(
@@ -39,9 +40,12 @@ def rows_of(kind, num_rows, rng):
     """Rows without any law: times that do not follow the sizes are the hard case."""
     rows = []
     for _ in range(num_rows):
-        row_sizes = [int(size) for size in rng.integers(1, 10 ** rng.integers(1, 6, len(FIELDS)) + 1)]
+        drawn = rng.integers(1, 10 ** rng.integers(1, 6, len(FIELDS)) + 1)
         times_s = np.exp(rng.normal(-8, 2, 2))
-        rows.append(ProfileRow(kind, *row_sizes, float(times_s[0]), float(times_s[1])))
+        row_sizes = {name: int(size) for name, size in zip(FIELDS, drawn, strict=True)}
+        rows.append(
+            ProfileRow(kind=kind, forward_s=float(times_s[0]), backward_s=float(times_s[1]), **row_sizes)
+        )
     return rows
 
 
@@ -49,16 +53,22 @@ def rows_of(kind, num_rows, rng):
 def model_of(seed):
     rng = np.random.default_rng(seed)
     num_rows = (5, 60, 150)[seed % 3]
-    rows = [row for kind in LAYER_KINDS for row in rows_of(kind, num_rows, rng)]
-    return LayerCostModel().fit(rows, DIMS)
+    dims, model_kinds = (NATIVE_DIMS, NATIVE_KINDS) if seed >= NUM_TILED else (DIMS, TILED_KINDS)
+    rows = [row for kind in model_kinds for row in rows_of(kind, num_rows, rng)]
+    return LayerCostModel().fit(rows, dims)
 
 
-models = st.integers(0, 5).map(model_of)
+NUM_TILED = 6
+tiled_models = st.integers(0, NUM_TILED - 1).map(model_of)
+models_and_kinds = st.tuples(tiled_models, st.sampled_from(TILED_KINDS)) | st.tuples(
+    st.integers(NUM_TILED, NUM_TILED + 2).map(model_of), st.sampled_from(NATIVE_KINDS)
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(model=models, kind=kinds, rows=microbatches, samples_per_bin=st.floats(1, 1000))
-def test_finite_and_never_negative(model, kind, rows, samples_per_bin):
+@given(of=models_and_kinds, rows=microbatches, samples_per_bin=st.floats(1, 1000))
+def test_finite_and_never_negative(of, rows, samples_per_bin):
+    model, kind = of
     features = features_of(rows)
     for time_s in (
         *model.predict(kind, features),
@@ -69,8 +79,9 @@ def test_finite_and_never_negative(model, kind, rows, samples_per_bin):
 
 
 @settings(max_examples=150, deadline=None)
-@given(model=models, kind=kinds, rows=microbatches, growth=microbatches)
-def test_larger_never_costs_less(model, kind, rows, growth):
+@given(of=models_and_kinds, rows=microbatches, growth=microbatches)
+def test_larger_never_costs_less(of, rows, growth):
+    model, kind = of
     smaller = np.array(rows, dtype=float)
     larger = smaller + np.resize(np.array(growth, dtype=float), smaller.shape)
     both = MicrobatchFeatures(*np.vstack([smaller, larger]).T)
@@ -79,21 +90,22 @@ def test_larger_never_costs_less(model, kind, rows, growth):
 
 
 @settings(max_examples=100, deadline=None)
-@given(model=models, kind=kinds, rows=microbatches)
-def test_a_prediction_does_not_depend_on_its_batch(model, kind, rows):
+@given(of=models_and_kinds, rows=microbatches)
+def test_a_prediction_does_not_depend_on_its_batch(of, rows):
+    model, kind = of
     together = model.predict(kind, features_of(rows))[0]
     alone = [model.predict(kind, features_of([row]))[0][0] for row in rows]
     np.testing.assert_array_equal(together, alone)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 5), rows=microbatches)
+@given(seed=st.integers(0, NUM_TILED + 2), rows=microbatches)
 def test_round_trip_is_bit_identical(seed, rows):
     model = model_of(seed)
     text = json.dumps(model.to_dict(), allow_nan=False)
     copy = LayerCostModel.from_dict(json.loads(text))
     assert json.dumps(copy.to_dict(), allow_nan=False) == text
-    for kind in LAYER_KINDS:
+    for kind in TILED_KINDS if seed < NUM_TILED else NATIVE_KINDS:
         for before, after in zip(
             model.predict(kind, features_of(rows)), copy.predict(kind, features_of(rows)), strict=True
         ):
@@ -101,7 +113,9 @@ def test_round_trip_is_bit_identical(seed, rows):
 
 
 @settings(max_examples=60, deadline=None)
-@given(model=models, shapes=st.lists(samples, min_size=1, max_size=30), samples_per_bin=st.floats(1, 100))
+@given(
+    model=tiled_models, shapes=st.lists(samples, min_size=1, max_size=30), samples_per_bin=st.floats(1, 100)
+)
 def test_sample_costs_are_finite_and_zero_without_media(model, shapes, samples_per_bin):
     table = ShapeTable.from_shapes(shapes)
     costs = CostModel(model, STAGES).sample_costs(table, samples_per_bin)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from dflop_ds.cli.main import main
-from dflop_ds.cost.features import LAYER_KINDS, ProfileRow
+from dflop_ds.cost.features import ProfileRow
 from dflop_ds.profiling.table import Fingerprint, ProfileTable, model_hash
 from dflop_ds.shapes import SampleShape, ShapeTable
+from tests.support.kinds import TILED_KINDS
 
 CONFIG = {
     "vision_config": {
@@ -42,7 +43,7 @@ def files(tmp_path: Path) -> dict[str, str]:
         shapes.append(SampleShape(f"id-{index}", tiles, 0, text, tokens, text // 2))
     ShapeTable.from_shapes(shapes).save(tmp_path / "shapes.npz")
     rows = []
-    for kind in LAYER_KINDS:
+    for kind in TILED_KINDS:
         for size in (1, 2, 4, 8):
             counts = (size, 16 * size, 50 * size, 2500 * size, size, 20 * size)
             rows.append(ProfileRow(kind, *counts, 1e-4 * size, 2e-4 * size))

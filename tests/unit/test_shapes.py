@@ -17,6 +17,7 @@ SHAPES = [
     SampleShape("Ω sample", 0, 32, 8, 6281, 0),
     SampleShape("c", 0, 0, 4, 4, 3, audio_s=29.75),
 ]
+NATIVE = SampleShape("d", 2, 4, 9, 60, 5, num_patches=204, sum_squared_windows=9000, sum_squared_frames=20000)
 
 
 def _columns(num_rows: int = 2) -> dict[str, np.ndarray]:
@@ -49,6 +50,14 @@ def test_round_trip_through_a_file(shapes: list[SampleShape], tmp_path: Path) ->
     assert path.is_file(), "no suffix is added"
     assert _rows(ShapeTable.load(path)) == shapes
     assert _rows(ShapeTable.load(str(path))) == shapes
+
+
+def test_patches_are_the_encoder_inputs_of_native_resolution(tmp_path: Path) -> None:
+    table = ShapeTable.from_shapes([*SHAPES, NATIVE])
+    assert table.encoder_inputs.tolist() == [5, 32, 0, 204]
+    assert NATIVE.encoder_inputs == 204
+    table.save(tmp_path / "shapes.npz")
+    assert ShapeTable.load(tmp_path / "shapes.npz")[3] == NATIVE
 
 
 def test_round_trip_through_a_stream() -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from dflop_ds import flops
-from dflop_ds.cost.features import ENCODER_KINDS, LAYER_KINDS, MicrobatchFeatures, feature_names
+from dflop_ds.cost.features import ENCODER_KINDS, MicrobatchFeatures, feature_names
 from dflop_ds.cost.model import CostModel, LayerCostModel, ProfileRow
 from dflop_ds.errors import CostModelError
 from dflop_ds.shapes import SampleShape, ShapeTable
+from tests.support.kinds import TILED_KINDS
 
 DIMS = flops.ModelDims(
     flops.VisionDims(1152, 4304, 16, 26, 384, 14), flops.LlmDims(3584, 18944, 28, 4, 128, 28, 152064)
@@ -66,7 +67,7 @@ def microbatches(num_rows, seed, scale=1):
     )
 
 
-def profile_rows(num_rows, noise=0.02, kinds=LAYER_KINDS, seed=0):
+def profile_rows(num_rows, noise=0.02, kinds=TILED_KINDS, seed=0):
     rng = np.random.default_rng(seed)
     rows = []
     for kind in kinds:
@@ -128,7 +129,7 @@ def test_bad_features_are_refused():
             MicrobatchFeatures(*ones, np.array(bad))
 
 
-@pytest.mark.parametrize("kind", LAYER_KINDS)
+@pytest.mark.parametrize("kind", TILED_KINDS)
 def test_held_out_error_is_small(kind):
     probe = microbatches(300, seed=7)
     forward_s, backward_s = fitted().predict(kind, probe)
@@ -137,7 +138,7 @@ def test_held_out_error_is_small(kind):
     assert np.mean(np.abs(backward_s / (2 * expected) - 1)) < 0.03
 
 
-@pytest.mark.parametrize("kind", LAYER_KINDS)
+@pytest.mark.parametrize("kind", TILED_KINDS)
 def test_extrapolates_with_the_prior(kind):
     probe = microbatches(100, seed=8, scale=4)
     expected = true_time_s(kind, probe)
@@ -210,7 +211,7 @@ def test_save_and_load_predict_the_same_bits(tmp_path):
     fitted().save(path)
     loaded = LayerCostModel.load(path)
     probe = microbatches(500, seed=11, scale=2)
-    for kind in LAYER_KINDS:
+    for kind in TILED_KINDS:
         for before, after in zip(fitted().predict(kind, probe), loaded.predict(kind, probe), strict=True):
             assert before.tobytes() == after.tobytes()
     assert loaded.to_dict() == fitted().to_dict()

@@ -1,10 +1,17 @@
 """Formulas against values worked out by hand."""
 
+import json
+
 import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2_5_VLConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from dflop_ds import flops
 from dflop_ds.errors import CostModelError
+from dflop_ds.families.qwen2_5_vl import PatchGrid, Qwen25VlRule
 
 VISION = flops.VisionDims(hidden=4, intermediate=8, num_heads=2, num_layers=3, tile_px=28, patch_px=14)
 LLM = flops.LlmDims(
@@ -54,6 +61,42 @@ def test_vision():
 def test_projector():
     # 4 * 8 + 8 * 8 = 96 weights on 4 patches.
     assert flops.projector_flops(DIMS, 5.0) == 5 * 2 * 4 * 96
+
+
+def test_native_resolution_equals_counted_matrix_products():
+    """One window block, the patch embedding and the merger of transformers, counted by PyTorch."""
+    patches, grid = 48, torch.tensor([[1, 6, 8]])
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_heads": 2,
+            "out_hidden_size": 24,
+            "fullatt_block_indexes": [],
+            "window_size": 56,
+        }
+    ).vision_config
+    config._attn_implementation = "eager"
+    encoder = Qwen2_5_VisionTransformerPretrainedModel(config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        encoder(torch.zeros(patches, 3 * 2 * 14 * 14), grid_thw=grid)
+    vision = flops.NativeVisionDims(32, 40, 2, 1, 14, 2, 2, ())
+    rule = Qwen25VlRule.from_config({"vision_config": {"window_size": 56}})
+    squared = rule.sum_squared_windows(PatchGrid(1, 6, 8))
+    expected = flops.vision_embed_flops(vision, float(patches))
+    expected += flops.vision_block_flops(vision, float(patches))
+    expected += flops.attention_flops(float(squared), 32, causal=False)
+    dims = flops.ModelDims(vision, flops.LlmDims(24, 16, 4, 2, 6, 2, 100))
+    expected += flops.projector_flops(dims, float(patches))
+    assert counter.get_total_flops() == expected
+
+
+def test_native_dims_in_plain_form():
+    vision = flops.NativeVisionDims(32, 40, 2, 3, 14, 2, 2, (1,))
+    dims = flops.ModelDims(vision, LLM)
+    assert flops.ModelDims.from_dict(json.loads(json.dumps(dims.to_dict()))) == dims
+    assert vision.layer_kinds == ["vision_window_block", "vision_frame_block", "vision_window_block"]
 
 
 def test_decoder():

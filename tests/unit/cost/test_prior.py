@@ -4,17 +4,21 @@ import numpy as np
 import pytest
 
 from dflop_ds import flops
-from dflop_ds.cost.features import LAYER_KINDS, MicrobatchFeatures
+from dflop_ds.cost.features import MicrobatchFeatures
 from dflop_ds.cost.prior import AnalyticPrior, prior_terms
 from dflop_ds.errors import CostModelError
+from tests.support.kinds import NATIVE_KINDS, TILED_KINDS
 
 DIMS = flops.ModelDims(
     flops.VisionDims(1152, 4304, 16, 26, 384, 14), flops.LlmDims(896, 4864, 14, 2, 64, 24, 152000)
 )
+NATIVE_DIMS = flops.ModelDims(flops.NativeVisionDims(1280, 3420, 16, 32, 14, 2, 2, (7, 15, 23, 31)), DIMS.llm)
 
 
 def microbatches(num_rows, seed=0, scale=1):
+    """Of one scale for every size, so that far ones lie outside of all ranges."""
     rng = np.random.default_rng(seed)
+    frames = [rng.integers(16, 4096, rng.integers(1, 4)) * scale for _ in range(num_rows)]
     segments = [rng.integers(32, 4096, rng.integers(1, 9)) * scale for _ in range(num_rows)]
     tokens = np.array([segment.sum() for segment in segments])
     return MicrobatchFeatures(
@@ -24,22 +28,34 @@ def microbatches(num_rows, seed=0, scale=1):
         sum_squared_tokens=np.array([(segment**2).sum() for segment in segments]),
         num_segments=np.array([len(segment) for segment in segments]),
         target_tokens=tokens // rng.integers(2, 9, num_rows),
+        sum_squared_windows=np.array([(64 * frame).sum() - 40 * len(frame) for frame in frames]),
+        sum_squared_frames=np.array([(frame**2).sum() for frame in frames]),
     )
 
 
-def true_time_s(kind, features):
+def true_time_s(kind, features, dims=DIMS):
     speeds = {"flops": 3e14, "attention_flops": 1e14, "bytes": 2e12, "segments": 1e5}
-    terms = prior_terms(kind, "forward", features, DIMS)
+    terms = prior_terms(kind, "forward", features, dims)
     return 3e-5 + sum(term / speeds[name] for name, term in terms.items())
 
 
-@pytest.mark.parametrize("kind", LAYER_KINDS)
-def test_recovers_the_truth_and_extrapolates(kind):
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [(kind, DIMS) for kind in TILED_KINDS] + [(kind, NATIVE_DIMS) for kind in NATIVE_KINDS],
+)
+def test_recovers_the_truth_and_extrapolates(kind, dims):
     train = microbatches(60)
-    prior = AnalyticPrior(kind, "forward", DIMS).fit(train, true_time_s(kind, train))
+    prior = AnalyticPrior(kind, "forward", dims).fit(train, true_time_s(kind, train, dims))
     far = microbatches(40, seed=1, scale=8)
-    np.testing.assert_allclose(prior.predict(far), true_time_s(kind, far), rtol=1e-6)
+    np.testing.assert_allclose(prior.predict(far), true_time_s(kind, far, dims), rtol=1e-6)
     assert prior.coefficients_["overhead"] == pytest.approx(3e-5)
+
+
+def test_kinds_of_another_encoder_are_refused():
+    with pytest.raises(CostModelError, match="native resolution, found VisionDims"):
+        prior_terms("vision_window_block", "forward", microbatches(2), DIMS)
+    with pytest.raises(CostModelError, match="fixed inputs, found NativeVisionDims"):
+        prior_terms("vision_block", "forward", microbatches(2), NATIVE_DIMS)
 
 
 def test_noise_is_averaged_out():
