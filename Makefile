@@ -47,6 +47,7 @@ bench: ## run the benchmarks, about ten minutes; results in runs/bench
 	mkdir -p runs/bench
 	$(PY) benchmarks/scheduler.py --json runs/bench/scheduler.json
 	$(PY) benchmarks/cost_model.py --json runs/bench/cost_model.json
+	$(PY) -m benchmarks.parity --json runs/bench/parity.json
 
 compat: $(addprefix compat-,$(COMPAT)) ## contract tests with the oldest and the newest supported DeepSpeed
 

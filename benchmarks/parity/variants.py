@@ -1,0 +1,8 @@
+"""All models that are compared; a family adds the list of its module."""
+
+from __future__ import annotations
+
+from benchmarks.parity import llava_onevision
+from benchmarks.parity.compare import Variant
+
+VARIANTS: list[Variant] = [*llava_onevision.VARIANTS]
