@@ -304,7 +304,8 @@ def _with_placeholders(
             "read the media of this conversation.",
             conversation.sample_id,
         )
-    texts = iter([rule.text(ref.modality, item) for ref, item in zip(conversation.media, items, strict=True)])
+    media = [(ref.modality, item) for ref, item in zip(conversation.media, items, strict=True)]
+    texts = iter(rule.texts(media))
     marker = markers(rule.placeholders)
     messages = tuple(
         (role, marker.sub(lambda _: next(texts), content)) for role, content in conversation.messages

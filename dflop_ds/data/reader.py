@@ -89,7 +89,7 @@ class MediaReader:
             info = clip_info(path)
             return load_frames(path, self._frame_indices(info.num_frames, info.fps))
         if ref.modality is Modality.AUDIO:
-            return load_audio(path, self.rule.sampling_rate_hz)
+            return load_audio(path, self.rule.sampling_rate_hz, self.rule.max_audio_samples)
         return load_image(path)
 
     def _frame_indices(self, num_frames: int, fps: float) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from dflop_ds.errors import DataError
@@ -152,10 +152,23 @@ class MediaRule(abc.ABC):
         """
         raise _not_taken(Modality.AUDIO)
 
+    @property
+    def max_audio_samples(self) -> int | None:
+        """Samples of a recording that the processor looks at; None: all of them."""
+        return None
+
+    def audio_s(self, item: MediaItem) -> float:
+        """Seconds of sound of an item, for statistics."""
+        return 0.0
+
     def text(self, modality: Modality, item: MediaItem) -> str:
         """Text that replaces the marker of an item; it has one placeholder token per run."""
         placeholder = self.placeholders[modality]
         return placeholder.before + placeholder.token + placeholder.after
+
+    def texts(self, media: Sequence[tuple[Modality, MediaItem]]) -> list[str]:
+        """Texts that replace all markers of a conversation, in order."""
+        return [self.text(modality, item) for modality, item in media]
 
     def runs(self, item: MediaItem) -> tuple[int, ...]:
         """How often each placeholder of :meth:`text` is repeated; the sum is ``item.num_tokens``."""

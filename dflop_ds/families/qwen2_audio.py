@@ -1,33 +1,35 @@
 """Qwen2-Audio: how many encoder positions and LLM tokens a recording becomes.
 
 A recording is one window of the encoder, 30 s in published models: longer ones are cut to their first
-window, as the family's processor does by default, and shorter ones are padded with silence. A mel frame
-is taken every ``hop_samples``; the second convolution halves the frames to encoder positions, and
-the average pool halves those to tokens. Of the window only what the recording covers becomes tokens,
-so that a recording of at most ``2 * hop_samples`` becomes none: its placeholder vanishes.
+window, as the family's processor does by default. A mel frame is taken every 160 samples at 16 kHz; the
+second convolution halves the frames to encoder positions, and the average pool halves those to tokens.
+What the recording does not fill of the window becomes no token. Hence a recording of at most 320 samples
+becomes none at all: its placeholder vanishes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from dflop_ds.errors import ConfigError, DataError
-from dflop_ds.families.base import MediaItem, MediaKind
+from dflop_ds.families.base import MediaItem, MediaKind, MediaRule, Modality, Placeholder
+from dflop_ds.families.registry import Family
+from dflop_ds.flops import ModelDims
 
-SAMPLING_RATE_HZ = 16_000
 HOP_SAMPLES = 160
-"""Of the family's feature extractor, which ``config.json`` does not name."""
+"""Of the family's feature extractor."""
 
 _DEFAULT_POSITIONS = 1500
 _DEFAULT_MEL_BINS = 128
 _DEFAULT_AUDIO_TOKEN_ID = 151646
 _FRAMES_PER_POSITION = 2
+_POSITIONS_PER_TOKEN = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen2AudioRule:
+class Qwen2AudioRule(MediaRule):
     """Audio sizes of a Qwen2-Audio model.
 
     Attributes
@@ -39,6 +41,8 @@ class Qwen2AudioRule:
     audio_token_id : int
         Placeholder token.
     """
+
+    sampling_rate_hz: ClassVar[int] = 16_000
 
     max_positions: int
     num_mel_bins: int
@@ -80,17 +84,27 @@ class Qwen2AudioRule:
         )
 
     @property
+    def placeholders(self) -> Mapping[Modality, Placeholder]:
+        """Audio only, between its begin and end tokens."""
+        return {
+            Modality.AUDIO: Placeholder("<|AUDIO|>", self.audio_token_id, "<|audio_bos|>", "<|audio_eos|>")
+        }
+
+    @property
     def window_frames(self) -> int:
         """Mel frames of a window."""
         return _FRAMES_PER_POSITION * self.max_positions
 
     @property
-    def window_samples(self) -> int:
-        """Samples of a window at 16 kHz; what follows in a recording is not used."""
+    def max_audio_samples(self) -> int:
+        """Samples of a window; what follows in a recording is not used."""
         return self.window_frames * HOP_SAMPLES
 
-    def num_frames(self, num_samples: int) -> int:
-        """Mel frames that a recording of ``num_samples`` samples at 16 kHz covers.
+    def audio(self, num_samples: int) -> MediaItem:
+        """One recording, see :class:`dflop_ds.families.base.MediaRule`.
+
+        Encoder inputs are the positions that the recording fills. Rows are mel frames: those of its
+        positions, and the one behind, which the convolutions see.
 
         Raises
         ------
@@ -101,19 +115,36 @@ class Qwen2AudioRule:
             raise DataError(
                 f"a recording must have at least 1 sample, found {num_samples}; replace or drop it."
             )
-        return -(-min(num_samples, self.window_samples) // HOP_SAMPLES)
+        num_frames = -(-min(num_samples, self.max_audio_samples) // HOP_SAMPLES)
+        num_positions = -(-num_frames // _FRAMES_PER_POSITION)
+        return MediaItem(
+            kind=MediaKind.AUDIO,
+            num_inputs=num_positions,
+            num_rows=min(_FRAMES_PER_POSITION * num_positions + 1, self.window_frames),
+            num_tokens=num_positions // _POSITIONS_PER_TOKEN,
+            extent=(num_samples,),
+        )
 
-    def num_positions(self, num_samples: int) -> int:
-        """Encoder positions that attention sees; the others of the window are masked."""
-        return -(-self.num_frames(num_samples) // _FRAMES_PER_POSITION)
+    def audio_s(self, item: MediaItem) -> float:
+        """Whole length of a recording, in seconds."""
+        return item.extent[0] / self.sampling_rate_hz
 
-    def audio(self, num_samples: int) -> MediaItem:
-        """Shape of one recording of ``num_samples`` samples at 16 kHz.
+    def texts(self, media: Sequence[tuple[Modality, MediaItem]]) -> list[str]:
+        """Recordings are numbered through the conversation, as the family's chat template does it."""
+        single = super().texts(media)
+        return [f"Audio {number}: {text}" for number, text in enumerate(single, start=1)]
 
-        Raises
-        ------
-        DataError
-            If there is no sample.
-        """
-        num_positions = self.num_positions(num_samples)
-        return MediaItem(MediaKind.AUDIO, 1, 1, num_positions // 2, (num_positions,))
+
+FAMILY = Family(
+    model_type="qwen2_audio",
+    rule=lambda config, settings: Qwen2AudioRule.from_config(config),
+    processor="dflop_ds.data.processors.qwen2_audio:open_processor",
+    layers="dflop_ds.models.qwen2_audio:pipeline_layers",
+    dims=ModelDims.from_audio_config,
+    published_names=(
+        ("model.audio_tower.", "audio_tower."),
+        ("model.language_model.", "language_model.model."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("lm_head.", "language_model.lm_head."),
+    ),
+)
