@@ -33,10 +33,17 @@ SHAPE_COLUMNS: dict[str, np.dtype[Any]] = {
     "num_patches": np.dtype(np.int64),
     "sum_squared_windows": np.dtype(np.int64),
     "sum_squared_frames": np.dtype(np.int64),
+    "audio_positions": np.dtype(np.int64),
 }
 """Numeric fields of :class:`SampleShape`, in their order, with their types."""
 
-_OPTIONAL_COLUMNS = ("audio_s", "num_patches", "sum_squared_windows", "sum_squared_frames")
+_OPTIONAL_COLUMNS = (
+    "audio_s",
+    "num_patches",
+    "sum_squared_windows",
+    "sum_squared_frames",
+    "audio_positions",
+)
 """Columns that a table may lack; they are zero then."""
 
 
@@ -63,7 +70,10 @@ class SampleShape:
     num_patches : int
         Patches fed to an encoder of native resolution; 0 where the encoder takes fixed tiles.
     sum_squared_windows, sum_squared_frames : int
-        Work of such an encoder's attention: sum over its windows, or over its frames, of patches squared.
+        Work of attention in an encoder whose inputs vary in size: sum over its windows of patches squared,
+        or over its frames (recordings) of patches (positions) squared.
+    audio_positions : int
+        Positions of its recordings in the audio encoder.
     """
 
     sample_id: str
@@ -76,11 +86,12 @@ class SampleShape:
     num_patches: int = 0
     sum_squared_windows: int = 0
     sum_squared_frames: int = 0
+    audio_positions: int = 0
 
     @property
     def encoder_inputs(self) -> int:
-        """Encoder batch entries of the sample: patches at native resolution, else tiles plus frames."""
-        return self.num_patches or self.num_tiles + self.num_frames
+        """Encoder inputs: patches at native resolution, else tiles plus frames; and audio positions."""
+        return (self.num_patches or self.num_tiles + self.num_frames) + self.audio_positions
 
 
 class ShapeTable:
@@ -90,8 +101,8 @@ class ShapeTable:
     ----------
     sample_ids : sequence of str, length n
     columns : dict of str to ndarray, shape (n,)
-        One array per numeric field of :class:`SampleShape`; ``audio_s`` may be left out where there
-        is no audio.
+        One array per numeric field of :class:`SampleShape`; the last five may be left out where
+        there is nothing of the kind.
 
     Raises
     ------
@@ -153,8 +164,9 @@ class ShapeTable:
 
     @property
     def encoder_inputs(self) -> npt.NDArray[np.int64]:
-        """Patches at native resolution, else tiles plus frames, per sample; shape (n,)."""
-        return np.where(self.num_patches > 0, self.num_patches, self.num_tiles + self.num_frames)
+        """Patches at native resolution, else tiles plus frames, and audio positions; shape (n,)."""
+        seen = np.where(self.num_patches > 0, self.num_patches, self.num_tiles + self.num_frames)
+        return seen + self.audio_positions
 
     @property
     def text_tokens(self) -> npt.NDArray[np.int64]:
@@ -188,8 +200,13 @@ class ShapeTable:
 
     @property
     def sum_squared_frames(self) -> npt.NDArray[np.int64]:
-        """Sum over frames of patches squared, per sample, shape (n,)."""
+        """Sum over frames or recordings of patches or positions squared, per sample, shape (n,)."""
         return self._columns["sum_squared_frames"]
+
+    @property
+    def audio_positions(self) -> npt.NDArray[np.int64]:
+        """Positions in the audio encoder per sample, shape (n,)."""
+        return self._columns["audio_positions"]
 
     def take(self, rows: npt.ArrayLike) -> ShapeTable:
         """Table of the given rows (indices, not a mask), in the given order."""

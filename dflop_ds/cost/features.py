@@ -115,7 +115,7 @@ class MicrobatchFeatures:
     Attributes
     ----------
     encoder_inputs : ndarray of float64, shape (n,)
-        Tiles plus frames, or patches for an encoder of native resolution.
+        Tiles plus frames, patches for an encoder of native resolution, or positions of an audio encoder.
     media_tokens, llm_tokens, target_tokens : ndarray of float64, shape (n,)
         Media placeholders, whole packed length and supervised positions, in tokens.
     sum_squared_tokens : ndarray of float64, shape (n,)

@@ -84,11 +84,10 @@ def _encoder_block_terms(
 ) -> dict[str, FloatArray]:
     """Terms of an encoder block; the sums are those of the blocks that the encoder has."""
     vision, name = dims.vision, _ATTENTION_SUMS[kind]
-    if isinstance(vision, flops.NativeVisionDims) != (name is not None):
+    if kind not in vision.layer_kinds:
         raise CostModelError(
-            f"a layer of kind {kind!r} must belong to an encoder of "
-            f"{'native resolution' if name else 'fixed inputs'}, found {type(vision).__name__}. "
-            "Use the dimensions of the profiled model."
+            f"the blocks of a {type(vision).__name__} encoder must be of kind "
+            f"{sorted(set(vision.layer_kinds))}, found {kind!r}. Use the dimensions of the profiled model."
         )
     terms = {"flops": flops.vision_block_flops(vision, features.encoder_inputs)}
     if name is not None:

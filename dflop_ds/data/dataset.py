@@ -20,7 +20,7 @@ from dflop_ds.data.conversation import (
     parse_record,
     tokenize_conversation,
 )
-from dflop_ds.data.processor import MediaProcessor, read_settings
+from dflop_ds.data.processor import SETTINGS_FILES, MediaProcessor, read_settings
 from dflop_ds.data.reader import MediaReader
 from dflop_ds.data.records import open_records
 from dflop_ds.errors import ConfigError, DataError
@@ -139,14 +139,20 @@ class LlavaDataset(Dataset[LoadedSample]):
         items = self._items(conversation)
         tokenized = self._tokenize(conversation, items)
         num_tokens = len(tokenized.input_ids)
-        clips = sum(item.num_inputs for item in items if item.kind is MediaKind.CLIP)
+        clips, audio = (
+            sum(item.num_inputs for item in items if item.kind is kind)
+            for kind in (MediaKind.CLIP, MediaKind.AUDIO)
+        )
         return SampleShape(
             sample_id=conversation.sample_id,
-            num_tiles=sum(item.num_inputs for item in items) - clips,
+            num_tiles=sum(item.num_inputs for item in items) - clips - audio,
             num_frames=clips,
             text_tokens=num_tokens - sum(item.num_tokens for item in items),
             llm_tokens=num_tokens,
             target_tokens=tokenized.target_tokens,
+            audio_s=sum(self.rule.audio_s(item) for item in items),
+            sum_squared_frames=sum(item.num_inputs**2 for item in items if item.kind is MediaKind.AUDIO),
+            audio_positions=audio,
         )
 
     def media_paths(self, index: int) -> list[Path]:
@@ -251,7 +257,8 @@ def from_pretrained_dir(
     Parameters
     ----------
     model_dir : str or Path
-        Holds ``config.json``, ``tokenizer.json`` and ``preprocessor_config.json``; nothing is downloaded.
+        Holds ``config.json``, ``tokenizer.json`` and ``preprocessor_config.json`` (or
+        ``processor_config.json``, as newer versions save it); nothing is downloaded.
     records_path, media_root, max_frames, frames_per_second, load_pixels, seed
         As :class:`LlavaDataset`.
 
@@ -261,9 +268,9 @@ def from_pretrained_dir(
         If a file is missing or the files do not belong together.
     """
     model_dir = Path(model_dir)
-    missing = [
-        name for name in ("config.json", "preprocessor_config.json") if not (model_dir / name).is_file()
-    ]
+    missing = [] if (model_dir / "config.json").is_file() else ["config.json"]
+    if not any((model_dir / f"{name}.json").is_file() for name in SETTINGS_FILES):
+        missing.append("preprocessor_config.json")
     if missing:
         raise ConfigError(
             f"{model_dir} must hold a Hugging Face model, found no {', '.join(missing)}; "

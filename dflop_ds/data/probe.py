@@ -127,7 +127,7 @@ def probe(
     max_tokens : int
         LLM tokens that a sample may have at most.
     max_encoder_inputs : int, optional
-        Tiles plus frames that a sample may have at most.
+        Encoder inputs (tiles, frames, audio positions) that a sample may have at most.
     broken : {"error", "drop"}
         What happens to samples with a malformed record or unusable media.
     oversized : {"error", "drop"}
@@ -241,7 +241,7 @@ def _excess(shape: SampleShape, max_tokens: int, max_encoder_inputs: int | None)
         reasons.append(f"at most {max_tokens} LLM tokens are allowed, found {shape.llm_tokens}")
     if max_encoder_inputs is not None and shape.encoder_inputs > max_encoder_inputs:
         reasons.append(
-            f"at most {max_encoder_inputs} tiles and frames are allowed, found {shape.encoder_inputs}"
+            f"at most {max_encoder_inputs} encoder inputs are allowed, found {shape.encoder_inputs}"
         )
     if not reasons:
         return ""

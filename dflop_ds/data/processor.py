@@ -39,7 +39,7 @@ class MediaProcessor(Protocol):
         """
 
 
-_SETTINGS_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
+SETTINGS_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
 
 
 def read_settings(model_dir: Path) -> dict[str, dict[str, Any]]:
@@ -55,5 +55,5 @@ def read_settings(model_dir: Path) -> dict[str, dict[str, Any]]:
     ValueError
         If a file is no JSON.
     """
-    paths = {name: model_dir / f"{name}.json" for name in _SETTINGS_FILES}
+    paths = {name: model_dir / f"{name}.json" for name in SETTINGS_FILES}
     return {name: dict(json.loads(path.read_bytes())) for name, path in paths.items() if path.is_file()}

@@ -207,8 +207,6 @@ class AudioDims:
         Attention heads and transformer blocks.
     num_mel_bins : int
         Mel bands of a frame.
-    max_positions : int
-        Positions of a whole window.
     """
 
     hidden: int
@@ -216,7 +214,6 @@ class AudioDims:
     num_heads: int
     num_layers: int
     num_mel_bins: int
-    max_positions: int
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -239,13 +236,13 @@ class AudioDims:
 
     @property
     def block_flops_per_input(self) -> float:
-        """Attention is counted for a whole window; in shorter recordings it is a little less."""
-        return _block_flops(self.hidden, self.intermediate, self.max_positions)
+        """4 attention projections and a two-layer MLP; attention itself is not included."""
+        return _block_flops(self.hidden, self.intermediate, 0)
 
     @property
     def layer_kinds(self) -> list[str]:
-        """One kind, which is that of encoders of fixed tiles."""
-        return ["vision_block"] * self.num_layers
+        """One kind: attention inside each recording grows as that inside each frame does."""
+        return ["vision_frame_block"] * self.num_layers
 
     def projector_flops_per_input(self, llm_hidden: int) -> float:
         """One layer ``hidden -> llm_hidden`` for two positions."""

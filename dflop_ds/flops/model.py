@@ -123,7 +123,6 @@ class ModelDims:
                 num_heads=_entry(audio, "audio_config", "encoder_attention_heads"),
                 num_layers=_entry(audio, "audio_config", "encoder_layers"),
                 num_mel_bins=_entry(audio, "audio_config", "num_mel_bins"),
-                max_positions=_entry(audio, "audio_config", "max_source_positions"),
             ),
             llm=LlmDims.from_hf_config(config),
         )

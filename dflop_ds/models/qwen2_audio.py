@@ -73,7 +73,7 @@ class AudioEmbed(PipelineLayer):
 class AudioBlock(PipelineLayer):
     """One encoder block; a microbatch without recordings passes through untouched, at no cost."""
 
-    kind = "vision_block"
+    kind = "vision_frame_block"
 
     def __init__(self, config: Qwen2AudioConfig, index: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class AudioBlock(PipelineLayer):
 
 
 class AudioProjector(PipelineLayer):
-    """Positions to media tokens (media tokens, LLM hidden): two positions each, an odd last one is left out."""
+    """Positions to media tokens (media tokens, LLM hidden): two each, an odd last one is left out."""
 
     kind = "projector"
 
@@ -121,14 +121,15 @@ def check_config(config: Qwen2AudioConfig) -> None:
     ------
     ModelError
     """
-    if config.audio_config.model_type != "qwen2_audio_encoder":
+    audio = config.audio_config
+    if audio.model_type != "qwen2_audio_encoder":
         raise ModelError(
-            f'audio_config.model_type must be "qwen2_audio_encoder", found "{config.audio_config.model_type}"; '
+            f'audio_config.model_type must be "qwen2_audio_encoder", found "{audio.model_type}"; '
             "use a Qwen2-Audio checkpoint."
         )
-    if config.audio_config.encoder_layerdrop > 0:
+    if audio.encoder_layerdrop > 0:
         raise ModelError(
-            f"audio_config.encoder_layerdrop must be 0, found {config.audio_config.encoder_layerdrop}; "
+            f"audio_config.encoder_layerdrop must be 0, found {audio.encoder_layerdrop}; "
             "pipeline stages cannot skip layers at random: set it to 0."
         )
 

@@ -20,7 +20,7 @@ def draw_histograms(path: str | Path, table: ShapeTable) -> None:
     columns: dict[str, npt.NDArray[Any]] = {
         "tiles": table.num_tiles,
         "frames": table.num_frames,
-        "tiles and frames": table.encoder_inputs,
+        "encoder inputs": table.encoder_inputs,
         "text tokens": table.text_tokens,
         "LLM tokens": table.llm_tokens,
         "supervised tokens": table.target_tokens,

@@ -15,7 +15,7 @@ COLUMNS = ("num_tiles", "num_frames", "text_tokens", "llm_tokens", "target_token
 SHAPES = [
     SampleShape("a/1.json#0", 5, 0, 30, 3030, 12),
     SampleShape("Ω sample", 0, 32, 8, 6281, 0),
-    SampleShape("c", 0, 0, 4, 4, 3, audio_s=29.75),
+    SampleShape("c", 0, 0, 4, 4, 3, audio_s=29.75, audio_positions=1488),
 ]
 NATIVE = SampleShape("d", 2, 4, 9, 60, 5, num_patches=204, sum_squared_windows=9000, sum_squared_frames=20000)
 
@@ -35,7 +35,7 @@ def test_rows_and_columns() -> None:
     assert table.sample_ids == ["a/1.json#0", "Ω sample", "c"]
     assert table.num_tiles.tolist() == [5, 0, 0]
     assert table.num_frames.tolist() == [0, 32, 0]
-    assert table.encoder_inputs.tolist() == [5, 32, 0]
+    assert table.encoder_inputs.tolist() == [5, 32, 1488]
     assert table.text_tokens.tolist() == [30, 8, 4]
     assert table.llm_tokens.tolist() == [3030, 6281, 4]
     assert table.target_tokens.tolist() == [12, 0, 3]
@@ -54,7 +54,7 @@ def test_round_trip_through_a_file(shapes: list[SampleShape], tmp_path: Path) ->
 
 def test_patches_are_the_encoder_inputs_of_native_resolution(tmp_path: Path) -> None:
     table = ShapeTable.from_shapes([*SHAPES, NATIVE])
-    assert table.encoder_inputs.tolist() == [5, 32, 0, 204]
+    assert table.encoder_inputs.tolist() == [5, 32, 1488, 204]
     assert NATIVE.encoder_inputs == 204
     table.save(tmp_path / "shapes.npz")
     assert ShapeTable.load(tmp_path / "shapes.npz")[3] == NATIVE

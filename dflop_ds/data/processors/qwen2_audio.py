@@ -50,7 +50,8 @@ class Qwen2AudioProcessor:
 
     def _frames(self, samples: Any) -> torch.Tensor:
         """Mel frames of a whole window, shape (frames, num_mel_bins)."""
-        found = self.feature_extractor(samples, sampling_rate=self.feature_extractor.sampling_rate, return_tensors="pt")
+        rate_hz = self.feature_extractor.sampling_rate
+        found = self.feature_extractor(samples, sampling_rate=rate_hz, return_tensors="pt")
         return found["input_features"][0].to(torch.float32).transpose(0, 1)
 
 

@@ -156,9 +156,7 @@ def test_bad_dims():
         flops.LlmDims(8, 16, 4, 2, 2, 2, vocab=0)
 
 
-AUDIO = flops.AudioDims(
-    hidden=16, intermediate=24, num_heads=2, num_layers=3, num_mel_bins=8, max_positions=50
-)
+AUDIO = flops.AudioDims(hidden=16, intermediate=24, num_heads=2, num_layers=3, num_mel_bins=8)
 
 
 def audio_config():
@@ -179,8 +177,8 @@ def test_audio_by_hand():
     assert (AUDIO.values_per_input, AUDIO.positions_per_input) == (16, 1)
     # two frames through 3 * 8 -> 16, one position through 3 * 16 -> 16.
     assert flops.vision_embed_flops(AUDIO, 2.0) == 2 * (2 * 2 * 24 * 16 + 2 * 48 * 16)
-    # projections 4 * 16 * 16, MLP 2 * 16 * 24; attention to 50 positions 4 * 50 * 16.
-    assert flops.vision_block_flops(AUDIO, 5.0) == 5 * (2 * (1024 + 768) + 3200)
+    # projections 4 * 16 * 16, MLP 2 * 16 * 24; attention is counted apart.
+    assert flops.vision_block_flops(AUDIO, 5.0) == 5 * 2 * (1024 + 768)
     # one token, so one row of 16 -> 8, for two positions.
     assert flops.projector_flops(flops.ModelDims(AUDIO, LLM), 4.0) == 2 * (2 * 16 * 8)
 
@@ -195,7 +193,8 @@ def test_audio_window_costs_what_torch_counts():
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         encoder(torch.zeros(1, 8, 100))
-    blocks = AUDIO.num_layers * flops.vision_block_flops(AUDIO, 50.0)
+    attention = flops.attention_flops(50.0**2, AUDIO.hidden, causal=False)
+    blocks = AUDIO.num_layers * (flops.vision_block_flops(AUDIO, 50.0) + attention)
     assert counter.get_total_flops() == flops.vision_embed_flops(AUDIO, 50.0) + blocks
 
 

@@ -52,9 +52,9 @@ def test_recovers_the_truth_and_extrapolates(kind, dims):
 
 
 def test_kinds_of_another_encoder_are_refused():
-    with pytest.raises(CostModelError, match="native resolution, found VisionDims"):
+    with pytest.raises(CostModelError, match="a VisionDims encoder must be of kind"):
         prior_terms("vision_window_block", "forward", microbatches(2), DIMS)
-    with pytest.raises(CostModelError, match="fixed inputs, found NativeVisionDims"):
+    with pytest.raises(CostModelError, match="NativeVisionDims encoder must be of kind"):
         prior_terms("vision_block", "forward", microbatches(2), NATIVE_DIMS)
 
 

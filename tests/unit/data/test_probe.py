@@ -116,7 +116,7 @@ def test_oversized_samples(copied: LlavaDataset) -> None:
     assert "at most 300 LLM tokens" in result.dropped[0].reason
     result = probe(copied, max_tokens=PLENTY, max_encoder_inputs=4, oversized="drop")
     assert [sample.index for sample in result.dropped] == by_inputs
-    with pytest.raises(DataError, match="at most 4 tiles and frames are allowed"):
+    with pytest.raises(DataError, match="at most 4 encoder inputs are allowed"):
         probe(copied, max_tokens=PLENTY, max_encoder_inputs=4)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -40,10 +42,10 @@ def test_tokens_equal_those_of_the_processor() -> None:
     for length in lengths:
         audio = np.zeros(length, dtype=np.float32)
         out = processor(text="<|AUDIO|>", audio=[audio], sampling_rate=16_000, return_tensors="pt")
-        assert rule.num_frames(length) == int(out["feature_attention_mask"].sum()), length
+        num_frames = int(out["feature_attention_mask"].sum())
+        assert rule.audio(length).num_inputs == (num_frames + 1) // 2, length
         assert rule.audio(length).num_tokens == int((out["input_ids"] == AUDIO_ID).sum()), length
-        assert rule.audio(length).num_inputs == len(out["input_features"]) == 1
-    assert rule.window_samples == processor.feature_extractor.n_samples
+    assert rule.max_audio_samples == processor.feature_extractor.n_samples
     assert rule.window_frames == processor.feature_extractor.nb_max_frames
 
 
@@ -59,16 +61,16 @@ def test_positions_and_tokens_equal_those_of_the_model(positions: int) -> None:
     )
     rule = Qwen2AudioRule.from_config({"audio_config": config.to_dict(), "audio_token_index": AUDIO_ID})
     encoder = Qwen2AudioEncoder(config)
-    for length in range(1, rule.window_samples + 500, 53):
-        frames = torch.tensor([rule.num_frames(length)])
+    for length in range(1, rule.max_audio_samples + 500, 53):
+        frames = torch.tensor([math.ceil(min(length, rule.max_audio_samples) / 160)])
         positions_of_model, tokens_of_model = encoder._get_feat_extract_output_lengths(frames)
-        assert rule.num_positions(length) == int(positions_of_model)
+        assert rule.audio(length).num_inputs == int(positions_of_model)
         assert rule.audio(length).num_tokens == int(tokens_of_model)
 
 
 def test_config_is_read_and_checked() -> None:
     rule = Qwen2AudioRule.from_config({"audio_token_index": 7, "audio_config": {"max_source_positions": 100}})
-    assert (rule.audio_token_id, rule.window_samples, rule.num_mel_bins) == (7, 32_000, 128)
+    assert (rule.audio_token_id, rule.max_audio_samples, rule.num_mel_bins) == (7, 32_000, 128)
     with pytest.raises(ConfigError, match="qwen2_audio_encoder"):
         Qwen2AudioRule.from_config({"audio_config": {"model_type": "whisper"}})
     with pytest.raises(ConfigError, match="max_source_positions"):
