@@ -146,7 +146,7 @@ class AnalyticPrior:
         if positive_s.size == 0:
             return self
         weights = 1.0 / np.maximum(target_s, _WEIGHT_FLOOR * float(np.median(positive_s)))
-        self.coefficients_ |= _fit_non_negative(terms, target_s, weights)
+        self.coefficients_ |= fit_non_negative(terms, target_s, weights)
         return self
 
     def predict(self, features: MicrobatchFeatures, overhead_share: float = 1.0) -> FloatArray:
@@ -211,10 +211,24 @@ class AnalyticPrior:
             )
 
 
-def _fit_non_negative(
+def fit_non_negative(
     terms: Mapping[str, FloatArray], target_s: FloatArray, weights: FloatArray
 ) -> dict[str, float]:
-    """Coefficients of the terms that the rows can tell apart; the others stay out."""
+    """Non-negative least squares of a time on named terms.
+
+    Parameters
+    ----------
+    terms : mapping of str to ndarray, shape (n,)
+    target_s : ndarray, shape (n,)
+        Seconds.
+    weights : ndarray, shape (n,)
+        Factor of each row's residual.
+
+    Returns
+    -------
+    dict of str to float
+        Coefficients of the terms that the rows can tell apart; the others stay out.
+    """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
     names: list[str] = []

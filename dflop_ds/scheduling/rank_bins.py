@@ -1,0 +1,148 @@
+"""Which sample goes to which rank and accumulation step: data-parallel training without a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+
+from dflop_ds.cost.microbatch_cost import MicrobatchCost, MicrobatchSizes
+from dflop_ds.errors import InfeasibleError, SchedulingError
+from dflop_ds.scheduling.exchange import refine
+from dflop_ds.scheduling.problem import Problem
+from dflop_ds.scheduling.rank_step import Bins, RankStep, blind_bins, contiguous_groups, place_bins
+from dflop_ds.scheduling.solve import POLICIES, solve
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """Bins of one optimizer step and how good they are.
+
+    Attributes
+    ----------
+    bins : tuple of tuple of int
+        Positions in the global batch; bin ``rank * num_slots + slot``.
+    predicted_s, blind_s : float or None
+        Predicted seconds of the step, and of the data-blind bins; None without costs.
+    imbalance : float or None
+        Seconds of the busiest rank over those of the mean rank.
+    padding_share : float
+        Padding tokens over all computed tokens.
+    planning_s : float
+        Wall-clock seconds that the decision took.
+    fallback_reason : str or None
+        Why the data-blind bins were kept although others were asked for.
+    """
+
+    bins: Bins
+    predicted_s: float | None
+    blind_s: float | None
+    imbalance: float | None
+    padding_share: float
+    planning_s: float
+    fallback_reason: str | None = None
+
+
+def plan_rank_bins(
+    step: RankStep, cost: MicrobatchCost | None, *, policy: str = "lpt", deterministic_time_s: float = 0.1
+) -> RankPlan:
+    """Bins with the shortest predicted step.
+
+    Starts from equal sums of costs (best where samples are packed) and from runs of similar length (best
+    where
+    they are padded), exchanges samples between bins, and keeps the data-blind bins where nothing is gained.
+    Pure: the same step and costs give the same bins on every rank.
+
+    Parameters
+    ----------
+    step : RankStep
+    cost : MicrobatchCost or None
+        None keeps the data-blind bins: nothing is known yet.
+    policy : {"lpt", "cp_sat", "blind"}
+    deterministic_time_s : float
+        Effort of "cp_sat".
+
+    Raises
+    ------
+    SchedulingError
+        If the policy is unknown.
+    """
+    if policy not in POLICIES:
+        raise SchedulingError(f"policy must be one of {POLICIES}, found {policy!r}. Choose one of them.")
+    started_s = time.perf_counter()
+    blind = blind_bins(step)
+    if cost is None or policy == "blind" or step.num_samples < step.num_bins:
+        return _finish(step, blind, blind, cost, started_s, None)
+    candidates, reason = _start_bins(step, cost, policy, deterministic_time_s)
+    refined = [refine(step, bins, cost) for bins in candidates]
+    best = min((blind, *refined), key=lambda bins: (not _is_allowed(step, bins), step.predict_s(bins, cost)))
+    return _finish(step, best, blind, cost, started_s, reason if best == blind else None)
+
+
+def _start_bins(
+    step: RankStep, cost: MicrobatchCost, policy: str, deterministic_time_s: float
+) -> tuple[list[Bins], str | None]:
+    runs = contiguous_groups(step, cost)
+    groupings: list[list[list[int]]] = [] if runs is None else [[run.tolist() for run in runs]]
+    reason = None
+    try:
+        solution = solve(_problem(step, cost), policy=policy, deterministic_time_s=deterministic_time_s)
+        groupings.append([list(members) for members in solution.assignment.bins])
+        reason = solution.fallback_reason
+    except InfeasibleError as error:
+        reason = str(error)
+    placed = []
+    for groups in groupings:
+        sizes = step.sizes(groups)
+        bins = place_bins(step, groups, cost.phases_s(sizes).sum(axis=-1))
+        if step.keeps_limits(sizes):
+            placed.append(bins)
+        else:
+            reason = reason or "no bins within max_tokens and max_encoder_inputs were found"
+    return placed, reason
+
+
+def _problem(step: RankStep, cost: MicrobatchCost) -> Problem:
+    """The packed step as a problem with one cost per sample; padding is left to the exchange."""
+    limits = (
+        ("tokens", step.llm_tokens, step.max_tokens),
+        ("encoder inputs", step.encoder_inputs, step.max_encoder_inputs),
+    )
+    used = [(name, np.ceil(column).astype(np.int64), cap) for name, column, cap in limits if cap is not None]
+    sizes = [column for _, column, _ in used]
+    return Problem(
+        costs_s=cost.sample_s(step.llm_tokens, step.encoder_inputs)[:, None],
+        num_replicas=step.num_ranks,
+        num_microbatches=step.num_slots,
+        sizes=np.stack(sizes, axis=1) if sizes else np.zeros((step.num_samples, 0), dtype=np.int64),
+        caps=np.array([cap for _, _, cap in used], dtype=np.int64),
+        cap_names=tuple(name for name, _, _ in used),
+    )
+
+
+def _is_allowed(step: RankStep, bins: Bins) -> bool:
+    return step.keeps_limits(step.sizes(bins))
+
+
+def _finish(
+    step: RankStep,
+    bins: Bins,
+    blind: Bins,
+    cost: MicrobatchCost | None,
+    started_s: float,
+    reason: str | None,
+) -> RankPlan:
+    sizes = step.sizes(bins)
+    predicted_s = blind_s = imbalance = None
+    if cost is not None:
+        predicted_s, blind_s = step.predict_s(bins, cost), step.predict_s(blind, cost)
+        imbalance = _imbalance(step, sizes, cost)
+    padding = 1.0 - float(step.llm_tokens.sum()) / max(1.0, float(sizes.tokens.sum()))
+    planning_s = time.perf_counter() - started_s
+    return RankPlan(bins, predicted_s, blind_s, imbalance, max(0.0, padding), planning_s, reason)
+
+
+def _imbalance(step: RankStep, sizes: MicrobatchSizes, cost: MicrobatchCost) -> float:
+    ranks_s = step.by_rank(cost.phases_s(sizes)).sum(axis=(1, 2))
+    return float(ranks_s.max() / ranks_s.mean())

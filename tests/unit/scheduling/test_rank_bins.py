@@ -1,0 +1,91 @@
+"""Bins for ranks and accumulation steps: against brute force, with limits, with nothing known."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dflop_ds.cost.microbatch_cost import MicrobatchCost
+from dflop_ds.errors import SchedulingError
+from dflop_ds.scheduling.rank_bins import plan_rank_bins
+from dflop_ds.scheduling.rank_step import RankStep, blind_bins
+
+COST = MicrobatchCost(1e-3, 1e-7, 2e-2, 5e-3)
+
+
+def draw_step(seed, num_samples, num_ranks, num_slots=1, padded=True, sync="step", **limits):
+    rng = np.random.default_rng(seed)
+    tokens = np.rint(rng.lognormal(5, 1, num_samples))
+    inputs = rng.integers(0, 10, num_samples) * (rng.random(num_samples) < 0.5)
+    return RankStep(tokens, inputs.astype(float), num_ranks, num_slots, padded, sync, **limits)
+
+
+def least_s(step):
+    """Shortest predicted step over all assignments that leave no bin empty."""
+    times_s = []
+    for bin_of in itertools.product(range(step.num_bins), repeat=step.num_samples):
+        bins = [[i for i, place in enumerate(bin_of) if place == b] for b in range(step.num_bins)]
+        if all(bins):
+            times_s.append(step.predict_s(bins, COST))
+    return min(times_s)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("sync", ["step", "microbatch", "phase"])
+def test_close_to_the_best_of_all_assignments(padded, sync):
+    ratios = []
+    for seed in range(4):
+        step = draw_step(seed, 6, 2, 2, padded, sync)
+        ratios.append(plan_rank_bins(step, COST).predicted_s / least_s(step))
+    assert min(ratios) >= 1.0 - 1e-9
+    assert max(ratios) < 1.15
+    assert np.mean(ratios) < 1.05
+
+
+def test_prediction_imbalance_and_padding_by_hand():
+    step = RankStep(np.array([10.0, 10.0, 2.0, 2.0]), np.zeros(4), 2, 1, True, "step")
+    plan = plan_rank_bins(step, MicrobatchCost(1.0, 0.0, 0.0, 0.0))
+    assert plan.blind_s == 20.0
+    # {10}, {10, 2, 2} costs 30; {10, 10}, {2, 2} costs 20; {10, 2}, {10, 2} costs 20 as well.
+    assert plan.predicted_s == 20.0
+    assert plan.bins == blind_bins(step)
+    assert plan.padding_share == pytest.approx(0.0)
+    assert plan.imbalance == pytest.approx(20 / 12)
+
+
+def test_nothing_known_keeps_the_blind_bins():
+    step = draw_step(0, 12, 3)
+    plan = plan_rank_bins(step, None)
+    assert plan.bins == blind_bins(step)
+    assert plan.predicted_s is None and plan.imbalance is None
+    assert plan_rank_bins(step, COST, policy="blind").bins == plan.bins
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_limits_hold_although_they_cost_time(padded):
+    free = draw_step(5, 24, 4, padded=padded)
+    sizes = free.sizes(plan_rank_bins(free, COST).bins)
+    cap = int(sizes.tokens.max() * 0.98)
+    step = draw_step(5, 24, 4, padded=padded, max_tokens=cap)
+    plan = plan_rank_bins(step, COST)
+    assert plan.fallback_reason is None
+    assert step.sizes(plan.bins).tokens.max() <= cap
+
+
+def test_limits_that_cannot_hold_fall_back_with_the_reason():
+    step = draw_step(5, 24, 4, max_tokens=1)
+    plan = plan_rank_bins(step, COST)
+    assert plan.bins == blind_bins(step)
+    assert "max_tokens" in plan.fallback_reason or "cap" in plan.fallback_reason
+
+
+def test_fewer_samples_than_bins_get_one_bin_each():
+    plan = plan_rank_bins(draw_step(1, 3, 4), COST)
+    assert sorted(map(len, plan.bins)) == [0, 1, 1, 1]
+
+
+def test_unknown_policy():
+    with pytest.raises(SchedulingError, match="policy"):
+        plan_rank_bins(draw_step(0, 4, 2), COST, policy="best")
