@@ -168,23 +168,27 @@ class _State:
         (rank_a, slot_a), (rank_b, slot_b) = divmod(source, num_slots), divmod(target, num_slots)
         rest_s = self.phases_s.copy()
         rest_s[rank_a, slot_a] = rest_s[rank_b, slot_b] = 0.0
+        times_s: FloatArray
         if sync == "step":
             loads_s = rest_s.sum(axis=(1, 2))
             a_s, b_s = left_s.sum(axis=-1), right_s.sum(axis=-1)
             if rank_a == rank_b:
-                mine_s = loads_s[rank_a] + a_s + b_s
-                return np.maximum(mine_s, _largest_except(loads_s, [rank_a]))
-            pair_s = np.maximum(loads_s[rank_a] + a_s, loads_s[rank_b] + b_s)
-            return np.maximum(pair_s, _largest_except(loads_s, [rank_a, rank_b]))
+                pair_s = loads_s[rank_a] + a_s + b_s
+            else:
+                pair_s = np.maximum(loads_s[rank_a] + a_s, loads_s[rank_b] + b_s)
+            others_s = np.delete(loads_s, [rank_a, rank_b])
+            times_s = np.maximum(pair_s, others_s.max(initial=0.0))
+            return times_s
         if sync == "microbatch":
             rest_s = rest_s.sum(axis=2, keepdims=True)
             left_s, right_s = left_s.sum(axis=-1, keepdims=True), right_s.sum(axis=-1, keepdims=True)
         slots_s = rest_s.max(axis=0)
         if slot_a == slot_b:
-            changed_s = np.maximum(np.maximum(left_s, right_s), slots_s[slot_a]).sum(axis=-1)
-            return changed_s + np.delete(slots_s, slot_a, axis=0).sum()
-        changed_s = np.maximum(left_s, slots_s[slot_a]) + np.maximum(right_s, slots_s[slot_b])
-        return changed_s.sum(axis=-1) + np.delete(slots_s, [slot_a, slot_b], axis=0).sum()
+            changed_s = np.maximum(np.maximum(left_s, right_s), slots_s[slot_a])
+        else:
+            changed_s = np.maximum(left_s, slots_s[slot_a]) + np.maximum(right_s, slots_s[slot_b])
+        times_s = changed_s.sum(axis=-1) + np.delete(slots_s, [slot_a, slot_b], axis=0).sum()
+        return times_s
 
 
 def _padded(counts: FloatArray, longest: FloatArray, encoder_inputs: FloatArray) -> MicrobatchSizes:
@@ -199,8 +203,3 @@ def _longest_without(tokens: FloatArray) -> FloatArray:
     result = np.full(len(tokens), first)
     result[int(tokens.argmax())] = second
     return result
-
-
-def _largest_except(loads_s: FloatArray, ranks: list[int]) -> float:
-    rest = np.delete(loads_s, ranks)
-    return float(rest.max()) if rest.size else 0.0

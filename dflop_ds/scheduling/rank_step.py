@@ -156,17 +156,17 @@ def place_bins(step: RankStep, groups: Sequence[Sequence[int]], total_s: FloatAr
     places = np.empty(step.num_bins, dtype=np.int64)
     if step.sync == "step":
         loads_s, counts = np.zeros(step.num_ranks), np.zeros(step.num_ranks, dtype=np.int64)
-        for group in order:
+        for group in order.tolist():
             rank = int(np.where(counts < step.num_slots, loads_s, np.inf).argmin())
             places[group] = rank * step.num_slots + counts[rank]
             loads_s[rank] += total_s[group]
             counts[rank] += 1
     else:
-        slot, rank = np.divmod(np.arange(step.num_bins), step.num_ranks)
-        places[order] = rank * step.num_slots + slot
+        slots, ranks = np.divmod(np.arange(step.num_bins), step.num_ranks)
+        places[order] = ranks * step.num_slots + slots
     bins: list[tuple[int, ...]] = [()] * step.num_bins
-    for group, place in enumerate(places.tolist()):
-        bins[place] = tuple(sorted(int(sample) for sample in groups[group]))
+    for members, place in zip(groups, places.tolist(), strict=True):
+        bins[place] = tuple(sorted(int(sample) for sample in members))
     return tuple(bins)
 
 
