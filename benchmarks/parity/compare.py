@@ -177,8 +177,7 @@ class Pair:
         self.reference = variant.reference(variant.config).eval()
         with torch.no_grad():
             for name, parameter in self.reference.named_parameters():
-                if "norm" not in name:
-                    parameter.normal_(0.0, _WEIGHT_STD)
+                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, _WEIGHT_STD)
         self.plans = family_of(content).pipeline_layers(variant.config, attention=SEGMENTS_NAME, seed=seed)
         shared: dict[str, nn.Module] = {}
         self.layers = [

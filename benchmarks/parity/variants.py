@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.parity import llava_onevision, qwen2_audio
+from benchmarks.parity import internvl, llava_onevision, qwen2_audio
 from benchmarks.parity.compare import Variant
 
-VARIANTS: list[Variant] = [*llava_onevision.VARIANTS, *qwen2_audio.VARIANTS]
+VARIANTS: list[Variant] = [*llava_onevision.VARIANTS, *internvl.VARIANTS, *qwen2_audio.VARIANTS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,8 @@ from transformers import (
 
 PAD_TOKEN = "<|pad|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-_SPECIAL_TOKENS = (PAD_TOKEN, TURN_START, TURN_END, "<image>", "<video>")
+_TURN_TOKENS = (PAD_TOKEN, TURN_START, TURN_END)
+_MEDIA_TOKENS = ("<image>", "<video>")
 _SIGLIP_MEAN_STD = [0.5, 0.5, 0.5]
 
 CHAT_TEMPLATE = (
@@ -107,7 +108,7 @@ def write_tiny_model(
 def tiny_config(dims: TinyModelDims, tokenizer: PreTrainedTokenizerFast) -> LlavaOnevisionConfig:
     """Configuration of the demo model for a tokenizer."""
     pad, _, turn_end, image, video = (
-        int(tokenizer.convert_tokens_to_ids(token)) for token in _SPECIAL_TOKENS
+        int(tokenizer.convert_tokens_to_ids(token)) for token in (*_TURN_TOKENS, *_MEDIA_TOKENS)
     )
     sides = [dims.tile_px * k for k in range(1, dims.grid_side + 1)]
     return LlavaOnevisionConfig(
@@ -141,12 +142,15 @@ def tiny_config(dims: TinyModelDims, tokenizer: PreTrainedTokenizerFast) -> Llav
     )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, media_tokens: Sequence[str] = _MEDIA_TOKENS
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE tokenizer with ChatML turns and media placeholders."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS]
+    names = (*_TURN_TOKENS, *media_tokens)
+    special = [AddedToken(token, special=True, normalized=False) for token in names]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,
@@ -158,7 +162,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         tokenizer_object=tokenizer,
         pad_token=PAD_TOKEN,
         eos_token=TURN_END,
-        extra_special_tokens=[TURN_START, "<image>", "<video>"],
+        extra_special_tokens=[TURN_START, *media_tokens],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )

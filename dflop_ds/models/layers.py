@@ -7,7 +7,7 @@ A layer takes and returns ``(hidden, layout)``: one float tensor that carries th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,15 @@ class PipelineLayer(nn.Module):
     ----------
     kind : str
         Layer kind of the cost model, one of ``dflop_ds.cost.features.LAYER_KINDS``.
+    init_constants : mapping of str to float
+        Initial values of vectors, by the last part of their names; others are 0 (biases) or 1.
+    init_normal : tuple of str
+        Vectors that are drawn at random as matrices are.
     """
 
     kind: str = ""
+    init_constants: Mapping[str, float] = {}
+    init_normal: tuple[str, ...] = ()
 
     def hf_prefixes(self) -> dict[str, str]:
         """Map from a local parameter prefix to its prefix in the Hugging Face state dict."""
@@ -105,6 +111,8 @@ def _build(layer: type[PipelineLayer], seed: int, std: float, *args: Any) -> Pip
 def seeded_init(module: nn.Module, seed: int, std: float) -> None:
     """Initialise in place: normal matrices, zero biases, unit norms; the global RNG is untouched.
 
+    A :class:`PipelineLayer` may state other values.
+
     Parameters
     ----------
     module : Module
@@ -113,13 +121,18 @@ def seeded_init(module: nn.Module, seed: int, std: float) -> None:
         Standard deviation of weight matrices, ``initializer_range`` of the configuration.
     """
     generator = torch.Generator().manual_seed(seed)
+    constants = getattr(module, "init_constants", {})
+    normal = getattr(module, "init_normal", ())
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             continue
+        last = name.rpartition(".")[2]
         with torch.no_grad():
-            if parameter.dim() >= 2 or name.endswith("image_newline"):
+            if last in constants:
+                parameter.fill_(constants[last])
+            elif parameter.dim() >= 2 or last in normal:
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-            elif name.endswith("bias"):
+            elif last == "bias":
                 parameter.zero_()
             else:
                 parameter.fill_(1.0)

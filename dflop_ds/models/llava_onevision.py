@@ -22,6 +22,7 @@ from dflop_ds.families.llava_onevision import LlavaOnevisionRule
 from dflop_ds.models.attention import SEGMENTS_NAME, register_attention
 from dflop_ds.models.layers import Carry, LayerPlan, PipelineLayer, PlanList
 from dflop_ds.models.llm import add_language_model, qwen2_or_llama
+from dflop_ds.models.vision import num_vision_blocks
 
 
 class VisionEmbed(PipelineLayer):
@@ -68,6 +69,7 @@ class Projector(PipelineLayer):
         super().__init__()
         self.projector = LlavaOnevisionMultiModalProjector(config)
         self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
+        self.init_normal = ("image_newline",)
         self.rule = LlavaOnevisionRule.from_config(config.to_dict())
 
     def forward(self, carry: Carry) -> Carry:
@@ -136,30 +138,12 @@ def check_config(config: LlavaOnevisionConfig) -> None:
             f'vision_config.model_type must be "siglip_vision_model", found "{vision.model_type}"; '
             "use a LLaVA-OneVision checkpoint with a SigLIP tower."
         )
-    if not isinstance(config.vision_feature_layer, int):
-        raise ModelError(
-            f"vision_feature_layer must be one integer, found {config.vision_feature_layer}; "
-            "concatenated feature layers are not supported."
-        )
     if config.vision_feature_select_strategy != "full":
         raise ModelError(
             f'vision_feature_select_strategy must be "full", found '
             f'"{config.vision_feature_select_strategy}"; '
             "a SigLIP tower has no class token to drop."
         )
-
-
-def num_vision_blocks(config: LlavaOnevisionConfig) -> int:
-    """Encoder blocks up to the feature layer that the projector reads."""
-    total = int(config.vision_config.num_hidden_layers)
-    layer = int(config.vision_feature_layer)
-    used = total + 1 + layer if layer < 0 else layer
-    if not 0 <= used <= total:
-        raise ModelError(
-            f"vision_feature_layer must point into {total} encoder blocks, found {layer}; correct "
-            f"config.json."
-        )
-    return used
 
 
 def pipeline_layers(

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from transformers import LlavaOnevisionImageProcessorPil
-from transformers.image_utils import SizeDict
 
+from dflop_ds.data.processors.square import check_side, square_frames
 from dflop_ds.errors import ConfigError
 from dflop_ds.families import MediaItem, MediaKind
 from dflop_ds.families.llava_onevision import LlavaOnevisionRule
@@ -31,13 +30,7 @@ class LlavaOnevisionProcessor:
     """
 
     def __init__(self, image_processor: LlavaOnevisionImageProcessorPil, rule: LlavaOnevisionRule) -> None:
-        size = image_processor.size
-        if (size.get("height"), size.get("width")) != (rule.tile_px, rule.tile_px):
-            raise ConfigError(
-                f"the image processor must resize to the encoder's {rule.tile_px} x {rule.tile_px} px, "
-                f"found {size}; "
-                "use the preprocessor_config.json that belongs to the model."
-            )
+        check_side(image_processor, rule.tile_px)
         if tuple(tuple(size) for size in image_processor.image_grid_pinpoints) != rule.resolutions_px:
             raise ConfigError(
                 "image_grid_pinpoints of preprocessor_config.json must equal those of config.json, "
@@ -51,7 +44,9 @@ class LlavaOnevisionProcessor:
         images = [one for item, one in zip(items, media, strict=True) if item.kind is not MediaKind.CLIP]
         tiles = iter(self._image_tiles(images))
         return [
-            self._frames(one) if item.kind is MediaKind.CLIP else next(tiles)
+            square_frames(self.image_processor, one, self.row_shape[1])
+            if item.kind is MediaKind.CLIP
+            else next(tiles)
             for item, one in zip(items, media, strict=True)
         ]
 
@@ -61,17 +56,6 @@ class LlavaOnevisionProcessor:
             return []
         values = self.image_processor([images], return_tensors="pt")["pixel_values"]
         return list(cast(torch.Tensor, values).to(torch.float32))
-
-    def _frames(self, frames: Sequence[np.ndarray]) -> torch.Tensor:
-        """Frames squeezed into the encoder's square, as the family's video processor does."""
-        processor = self.image_processor
-        size = SizeDict(height=self.row_shape[1], width=self.row_shape[2])
-        rows = []
-        for frame in frames:
-            pixels = processor.resize(np.moveaxis(frame, -1, 0), size=size, resample=processor.resample)
-            pixels = processor.rescale(pixels, processor.rescale_factor)
-            rows.append(processor.normalize(pixels, processor.image_mean, processor.image_std))
-        return torch.from_numpy(np.stack(rows)).to(torch.float32)
 
 
 def open_processor(model_dir: Path, rule: LlavaOnevisionRule) -> LlavaOnevisionProcessor:

@@ -50,12 +50,16 @@ def _config(*, text: Any = None, vision: Any = None, **options: Any) -> LlavaOne
     )
 
 
-class _Toy(nn.Module):
+class _Toy(PipelineLayer):
+    init_normal = ("image_newline",)
+
     def __init__(self) -> None:
         super().__init__()
+        self.init_constants = {"scale": 0.25}
         self.linear = nn.Linear(300, 400)
         self.norm = nn.LayerNorm(5)
         self.image_newline = nn.Parameter(torch.empty(3000))
+        self.scale = nn.Parameter(torch.empty(7))
 
 
 def test_kinds_of_initial_weights() -> None:
@@ -66,6 +70,7 @@ def test_kinds_of_initial_weights() -> None:
     assert torch.equal(toy.linear.bias, torch.zeros(400))
     assert torch.equal(toy.norm.weight, torch.ones(5))
     assert torch.equal(toy.norm.bias, torch.zeros(5))
+    assert torch.equal(toy.scale, torch.full((7,), 0.25))
     for values, tolerance in ((toy.linear.weight, 0.01), (toy.image_newline, 0.06)):
         assert values.std().item() == pytest.approx(0.05, rel=tolerance)
         assert abs(values.mean().item()) < 4 * 0.05 / values.numel() ** 0.5
