@@ -25,7 +25,8 @@ some, such as the biases of keys, have no gradient but rounding noise."""
 _WEIGHT_STD = 0.2
 _NUM_TEXT_IDS = 90
 _CLIP_PX = (20, 24)
-_CLIP_INTERVAL_S = 0.5
+CLIP_INTERVAL_S = 0.5
+"""Seconds from one frame of a clip to the next."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Media:
     def items(self, rule: MediaRule) -> list[tuple[Modality, MediaItem]]:
         """What a family makes of them."""
         images = [(Modality.IMAGE, rule.image(*size, len(self.images))) for size in self.images]
-        clips = [(Modality.VIDEO, rule.clip(num, *_CLIP_PX, _CLIP_INTERVAL_S)) for num in self.clips]
+        clips = [(Modality.VIDEO, rule.clip(num, *_CLIP_PX, CLIP_INTERVAL_S)) for num in self.clips]
         return images + clips + [(Modality.AUDIO, rule.audio(num)) for num in self.recordings]
 
 

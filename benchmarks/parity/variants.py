@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.parity import internvl, llava_onevision, qwen2_audio
+from benchmarks.parity import internvl, llava_onevision, qwen2_5_vl, qwen2_audio
 from benchmarks.parity.compare import Variant
 
-VARIANTS: list[Variant] = [*llava_onevision.VARIANTS, *internvl.VARIANTS, *qwen2_audio.VARIANTS]
+_MODULES = (llava_onevision, internvl, qwen2_5_vl, qwen2_audio)
+
+VARIANTS: list[Variant] = [variant for module in _MODULES for variant in module.VARIANTS]

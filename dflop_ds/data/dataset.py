@@ -24,7 +24,7 @@ from dflop_ds.data.processor import SETTINGS_FILES, MediaProcessor, read_setting
 from dflop_ds.data.reader import MediaReader
 from dflop_ds.data.records import open_records
 from dflop_ds.errors import ConfigError, DataError
-from dflop_ds.families import MediaItem, MediaKind, MediaRule, Modality, family_of
+from dflop_ds.families import MediaItem, MediaRule, Modality, family_of
 from dflop_ds.shapes import SampleShape
 
 DEFAULT_MAX_FRAMES = 32
@@ -139,20 +139,16 @@ class LlavaDataset(Dataset[LoadedSample]):
         items = self._items(conversation)
         tokenized = self._tokenize(conversation, items)
         num_tokens = len(tokenized.input_ids)
-        clips, audio = (
-            sum(item.num_inputs for item in items if item.kind is kind)
-            for kind in (MediaKind.CLIP, MediaKind.AUDIO)
-        )
+        sizes: dict[str, Any] = {"num_tiles": 0, "num_frames": 0}
+        for item in items:
+            for name, size in self.rule.sizes(item).items():
+                sizes[name] = sizes.get(name, 0) + size
         return SampleShape(
             sample_id=conversation.sample_id,
-            num_tiles=sum(item.num_inputs for item in items) - clips - audio,
-            num_frames=clips,
             text_tokens=num_tokens - sum(item.num_tokens for item in items),
             llm_tokens=num_tokens,
             target_tokens=tokenized.target_tokens,
-            audio_s=sum(self.rule.audio_s(item) for item in items),
-            sum_squared_frames=sum(item.num_inputs**2 for item in items if item.kind is MediaKind.AUDIO),
-            audio_positions=audio,
+            **sizes,
         )
 
     def media_paths(self, index: int) -> list[Path]:

@@ -171,6 +171,20 @@ def clip_info(path: str | Path) -> ClipInfo:
         return ClipInfo(num_frames, fps, duration_s, stream.height, stream.width)
 
 
+def upright_size(path: str | Path) -> tuple[int, int]:
+    """Height and width of the frames of a clip in pixels, turned as the container asks.
+
+    The first frame is decoded: the rotation cannot be read from the container alone.
+
+    Raises
+    ------
+    DataError
+        If it cannot be decoded.
+    """
+    height, width = load_frames(path, [0])[0].shape[:2]
+    return height, width
+
+
 def frame_indices(num_frames_total: int, fps: float, frames_per_second: float, max_frames: int) -> list[int]:
     """Frames to use of a clip, evenly spaced.
 

@@ -7,7 +7,14 @@ from typing import Any
 
 from dflop_ds.data.audio import audio_info, load_audio, resampled_length
 from dflop_ds.data.conversation import MediaRef
-from dflop_ds.data.media import clip_info, frame_indices, image_size, load_frames, load_image
+from dflop_ds.data.media import (
+    clip_info,
+    frame_indices,
+    image_size,
+    load_frames,
+    load_image,
+    upright_size,
+)
 from dflop_ds.errors import ConfigError
 from dflop_ds.families import MediaItem, MediaRule, Modality
 
@@ -64,8 +71,9 @@ class MediaReader:
         if ref.modality is Modality.VIDEO:
             info = clip_info(path)
             num_frames = len(self._frame_indices(info.num_frames, info.fps))
-            interval_s = info.duration_s / num_frames
-            return self.rule.clip(num_frames, info.height, info.width, interval_s)
+            used_fps = num_frames / info.num_frames * info.fps
+            size = upright_size(path) if self.rule.needs_upright_size else (info.height, info.width)
+            return self.rule.clip(num_frames, *size, 1.0 / used_fps if used_fps > 0 else 0.0)
         if ref.modality is Modality.AUDIO:
             recording = audio_info(path)
             wanted_hz = self.rule.sampling_rate_hz

@@ -5,7 +5,7 @@ Every family of the package is one file here that ends with its registry entry.
 
 from __future__ import annotations
 
-from dflop_ds.families import internvl, llava_onevision, qwen2_audio
+from dflop_ds.families import internvl, llava_onevision, qwen2_5_vl, qwen2_audio
 from dflop_ds.families.base import MediaItem, MediaKind, MediaRule, Modality, Placeholder
 from dflop_ds.families.registry import (
     Family,
@@ -30,5 +30,5 @@ __all__ = [
     "register_family",
 ]
 
-for _module in (internvl, llava_onevision, qwen2_audio):
+for _module in (internvl, llava_onevision, qwen2_5_vl, qwen2_audio):
     register_family(_module.FAMILY)

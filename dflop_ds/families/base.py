@@ -90,9 +90,13 @@ class MediaRule(abc.ABC):
     ----------
     sampling_rate_hz : int
         Rate at which recordings reach :meth:`audio` and the processor.
+    needs_upright_size : bool
+        Whether :meth:`clip` depends on the size of the frames. It is then read from the first one,
+        since containers keep a rotation where it cannot be seen without decoding.
     """
 
     sampling_rate_hz: ClassVar[int] = 16_000
+    needs_upright_size: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -157,9 +161,12 @@ class MediaRule(abc.ABC):
         """Samples of a recording that the processor looks at; None: all of them."""
         return None
 
-    def audio_s(self, item: MediaItem) -> float:
-        """Seconds of sound of an item, for statistics."""
-        return 0.0
+    def sizes(self, item: MediaItem) -> Mapping[str, float]:
+        """What an item adds to the columns of its sample's :class:`dflop_ds.shapes.SampleShape`.
+
+        By default its inputs are frames if it is a clip, and tiles otherwise.
+        """
+        return {"num_frames" if item.kind is MediaKind.CLIP else "num_tiles": item.num_inputs}
 
     def text(self, modality: Modality, item: MediaItem) -> str:
         """Text that replaces the marker of an item; it has one placeholder token per run."""

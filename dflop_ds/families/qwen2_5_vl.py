@@ -11,112 +11,29 @@ Most encoder blocks attend inside windows, the others inside whole frames, and n
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from dflop_ds.errors import ConfigError, DataError
-
-MAX_ASPECT_RATIO = 200
-"""The processor refuses images that are longer than this, relative to their short side."""
+from dflop_ds.families.base import MediaItem, MediaKind, MediaRule, Modality, Placeholder
+from dflop_ds.families.mrope import TokenGrid
+from dflop_ds.families.patches import PatchGrid, PixelBudget, smart_resize
+from dflop_ds.families.registry import Family
+from dflop_ds.flops import ModelDims
 
 _CAP_SHARE = 0.9
 _CAP_FLOOR = 1.05
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PatchGrid:
-    """Patches of one image or clip.
-
-    Attributes
-    ----------
-    frames : int
-        Temporal patches; 1 for an image.
-    rows, columns : int
-        Patches of one frame, both multiples of the merge size.
-    """
-
-    frames: int
-    rows: int
-    columns: int
-
-    @property
-    def num_patches(self) -> int:
-        """Patches in all."""
-        return self.frames * self.rows * self.columns
-
-    @property
-    def sum_squared_frames(self) -> int:
-        """Sum over the frames of patches squared: the work of attention inside frames."""
-        return self.frames * (self.rows * self.columns) ** 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PixelBudget:
-    """Pixels that an image, or a frame of a clip, may have after resizing.
-
-    Attributes
-    ----------
-    min_px, max_px : int
-        Area in pixels.
-    """
-
-    min_px: int
-    max_px: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_px <= self.max_px:
-            raise ConfigError(
-                "a pixel budget must have 1 <= min_pixels <= max_pixels, found "
-                f"{self.min_px} and {self.max_px}; correct the size in preprocessor_config.json."
-            )
-
+_CONTEXT_TOKENS = 128_000
+_UNKNOWN_FPS = 24.0
 
 _IMAGE_BUDGET = PixelBudget(56 * 56, 28 * 28 * 1280)
 _CLIP_BUDGET = PixelBudget(128 * 28 * 28, 28 * 28 * 768)
 
 
-def smart_resize(height: int, width: int, factor: int, budget: PixelBudget) -> tuple[int, int]:
-    """Height and width in pixels after resizing, as the processor of the model computes them.
-
-    Parameters
-    ----------
-    height, width : int
-        Size in pixels.
-    factor : int
-        Side of a merged patch, in pixels; both results are multiples of it.
-    budget : PixelBudget
-        Of the result. An extremely long image may exceed ``max_px``, as a side is at least ``factor``.
-
-    Raises
-    ------
-    DataError
-        If a size is below one pixel or the aspect ratio is above 200, which the processor refuses.
-    """
-    if min(height, width) < 1:
-        raise DataError(
-            f"an image must be at least 1 x 1 pixel, found {height} x {width}; replace or drop it."
-        )
-    ratio = max(height, width) / min(height, width)
-    if ratio > MAX_ASPECT_RATIO:
-        raise DataError(
-            f"an image must have an aspect ratio of at most {MAX_ASPECT_RATIO}, found {ratio:g} "
-            f"({height} x {width} pixels); crop it or drop the sample."
-        )
-    rows, columns = round(height / factor), round(width / factor)
-    area = rows * columns * factor * factor
-    if area > budget.max_px:
-        shrink = math.sqrt(height * width / budget.max_px)
-        rows = max(1, math.floor(height / shrink / factor))
-        columns = max(1, math.floor(width / shrink / factor))
-    elif area < budget.min_px:
-        grow = math.sqrt(budget.min_px / (height * width))
-        rows, columns = math.ceil(height * grow / factor), math.ceil(width * grow / factor)
-    return rows * factor, columns * factor
-
-
 @dataclasses.dataclass(frozen=True)
-class Qwen25VlRule:
+class Qwen25VlRule(MediaRule):
     """Media sizes of a Qwen2.5-VL model.
 
     Attributes
@@ -150,6 +67,8 @@ class Qwen25VlRule:
     image_token_id: int
     video_token_id: int
 
+    needs_upright_size: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         for name in ("patch_px", "frames_per_patch", "merge", "tokens_per_second"):
             value = getattr(self, name)
@@ -166,10 +85,7 @@ class Qwen25VlRule:
 
     @classmethod
     def from_config(
-        cls,
-        config: Mapping[str, Any],
-        image_processor: Mapping[str, Any] | None = None,
-        video_processor: Mapping[str, Any] | None = None,
+        cls, config: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]] | None = None
     ) -> Qwen25VlRule:
         """Read the rule from the content of the files of a model directory.
 
@@ -177,10 +93,10 @@ class Qwen25VlRule:
         ----------
         config : dict
             ``config.json`` as saved by ``Qwen2_5_VLConfig``; missing keys take its defaults.
-        image_processor : dict, optional
-            ``preprocessor_config.json``: the pixel budget, and patches that must be those of the model.
-        video_processor : dict, optional
-            ``video_preprocessor_config.json``, the same for clips.
+        settings : dict of str to dict, optional
+            Processor files by name without ``.json``, see :func:`dflop_ds.data.processor.read_settings`:
+            pixel budgets, and patches that must be those of the model. Which file counts is decided as
+            ``transformers`` does.
 
         Raises
         ------
@@ -188,7 +104,7 @@ class Qwen25VlRule:
             If a value is one that the rule does not describe, or the files contradict one another.
         """
         vision = config.get("vision_config") or {}
-        images, clips = image_processor or {}, video_processor or {}
+        images, clips = processor_settings(settings or {})
         rule = cls(
             patch_px=vision.get("patch_size", 14),
             frames_per_patch=vision.get("temporal_patch_size", 2),
@@ -197,17 +113,17 @@ class Qwen25VlRule:
             tokens_per_second=vision.get("tokens_per_second", 4),
             image_budget=_budget(images, _IMAGE_BUDGET),
             clip_budget=_budget(clips, _CLIP_BUDGET),
-            max_clip_tokens=int(clips.get("max_video_tokens") or 128000)
+            max_clip_tokens=int(clips.get("max_video_tokens") or _CONTEXT_TOKENS)
             if clips.get("cap_pixels_per_frame")
             else None,
             image_token_id=int(config.get("image_token_id", 151655)),
             video_token_id=int(config.get("video_token_id", 151656)),
         )
-        for name, processor in (("preprocessor_config", images), ("video_preprocessor_config", clips)):
-            rule._check_processor(name, processor)
+        for what, processor in (("images", images), ("clips", clips)):
+            rule._check_processor(what, processor)
         return rule
 
-    def _check_processor(self, name: str, processor: Mapping[str, Any]) -> None:
+    def _check_processor(self, what: str, processor: Mapping[str, Any]) -> None:
         wanted = {
             "patch_size": self.patch_px,
             "temporal_patch_size": self.frames_per_patch,
@@ -216,12 +132,12 @@ class Qwen25VlRule:
         for key, value in wanted.items():
             if processor.get(key, value) != value:
                 raise ConfigError(
-                    f"{key} of {name}.json must be {value} as in the model's config.json, found "
-                    f"{processor[key]!r}; use the file that belongs to the model."
+                    f"{key} of the processor of {what} must be {value} as in the model's config.json, "
+                    f"found {processor[key]!r}; use the files that belong to the model."
                 )
         if processor.get("do_resize", True) is not True:
             raise ConfigError(
-                f"do_resize of {name}.json must be true, found {processor['do_resize']!r}; "
+                f"do_resize of the processor of {what} must be true, found {processor['do_resize']!r}; "
                 "images of any size must be brought to whole patches."
             )
 
@@ -234,6 +150,61 @@ class Qwen25VlRule:
     def values_per_patch(self) -> int:
         """Pixel values of one encoder input: three channels, all frames of a temporal patch."""
         return 3 * self.frames_per_patch * self.patch_px * self.patch_px
+
+    @property
+    def placeholders(self) -> Mapping[Modality, Placeholder]:
+        """Pads of images and clips, each run between the tokens that begin and end a medium."""
+        around = ("<|vision_start|>", "<|vision_end|>")
+        return {
+            Modality.IMAGE: Placeholder("<|image_pad|>", self.image_token_id, *around),
+            Modality.VIDEO: Placeholder("<|video_pad|>", self.video_token_id, *around),
+        }
+
+    def image(self, height: int, width: int, num_images: int) -> MediaItem:
+        """See :class:`dflop_ds.families.base.MediaRule`; other images of the sample make no difference.
+
+        Raises
+        ------
+        DataError
+            If the processor refuses the size.
+        """
+        return self._item(MediaKind.WHOLE_IMAGE, self.image_grid(height, width), 1.0)
+
+    def clip(
+        self, num_frames: int, height: int = 0, width: int = 0, frame_interval_s: float = 0.0
+    ) -> MediaItem:
+        """See :class:`dflop_ds.families.base.MediaRule`; the processor takes an unknown rate as 24 a second.
+
+        Raises
+        ------
+        DataError
+            If there is no frame or the processor refuses the size.
+        """
+        interval_s = frame_interval_s or 1.0 / _UNKNOWN_FPS
+        # The model multiplies in single precision.
+        interval = np.float32(self.tokens_per_second) * np.float32(self.frames_per_patch * interval_s)
+        return self._item(MediaKind.CLIP, self.clip_grid(num_frames, height, width), float(interval))
+
+    def sizes(self, item: MediaItem) -> Mapping[str, float]:
+        """Patches and the work of attention; an image is one tile, a clip as many frames as are encoded."""
+        grid = self.patch_grid(item)
+        is_clip = item.kind is MediaKind.CLIP
+        return {
+            "num_frames" if is_clip else "num_tiles": grid.frames * self.frames_per_patch if is_clip else 1,
+            "num_patches": grid.num_patches,
+            "sum_squared_windows": self.sum_squared_windows(grid),
+            "sum_squared_frames": grid.sum_squared_frames,
+        }
+
+    def patch_grid(self, item: MediaItem) -> PatchGrid:
+        """Patches of an item of this rule."""
+        return PatchGrid(*item.extent[:3])
+
+    def token_grid(self, item: MediaItem) -> TokenGrid:
+        """LLM tokens of an item of this rule."""
+        frames, rows, columns, interval_bits = item.extent
+        interval = float(np.int32(interval_bits).view(np.float32))
+        return TokenGrid(frames, rows // self.merge, columns // self.merge, interval)
 
     def image_grid(self, height: int, width: int) -> PatchGrid:
         """Patches of an image of ``height x width`` pixels.
@@ -267,10 +238,6 @@ class Qwen25VlRule:
         share_px = min(budget.max_px, total_px * self.frames_per_patch // num_frames)
         return PixelBudget(budget.min_px, max(share_px, int(budget.min_px * _CAP_FLOOR)))
 
-    def num_tokens(self, grid: PatchGrid) -> int:
-        """LLM tokens of a grid of patches."""
-        return grid.num_patches // self.merge**2
-
     def window_lengths(self, grid: PatchGrid) -> list[int]:
         """Patches of every attention window, in the order of the encoder's sequence."""
         rows, columns = self._window_sides(grid.rows), self._window_sides(grid.columns)
@@ -287,18 +254,12 @@ class Qwen25VlRule:
         """Attention windows of a grid."""
         return grid.frames * len(self._window_sides(grid.rows)) * len(self._window_sides(grid.columns))
 
-    def seconds_per_patch(self, num_frames: int, num_frames_total: int, fps: float) -> float:
-        """Seconds from one temporal patch of a clip to the next.
-
-        Parameters
-        ----------
-        num_frames, num_frames_total : int
-            Frames that are used, of those in the clip.
-        fps : float
-            Rate of the clip; 0 when unknown, which the processor takes as 24 used frames a second.
-        """
-        used_fps = num_frames / num_frames_total * fps if fps > 0 else 24.0
-        return self.frames_per_patch / used_fps
+    def _item(self, kind: MediaKind, grid: PatchGrid, interval: float) -> MediaItem:
+        """Item whose extent is the grid and the bits of the interval as a single precision number."""
+        bits = int(np.float32(interval).view(np.int32))
+        extent = (grid.frames, grid.rows, grid.columns, bits)
+        num_tokens = grid.num_patches // self.merge**2
+        return MediaItem(kind, grid.num_patches, grid.num_patches, num_tokens, extent)
 
     def _grid(self, frames: int, height: int, width: int, budget: PixelBudget) -> PatchGrid:
         height, width = smart_resize(height, width, self.factor_px, budget)
@@ -317,3 +278,29 @@ def _budget(processor: Mapping[str, Any], default: PixelBudget) -> PixelBudget:
     lowest = processor.get("min_pixels") or size.get("shortest_edge") or default.min_px
     highest = processor.get("max_pixels") or size.get("longest_edge") or default.max_px
     return PixelBudget(int(lowest), int(highest))
+
+
+def processor_settings(
+    settings: Mapping[str, Mapping[str, Any]],
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Settings for images and for clips, from the files of a model directory.
+
+    As in ``transformers`` the parts of ``processor_config.json`` go first, and a directory without
+    settings for clips has those of images for them.
+    """
+    joint = settings.get("processor_config", {})
+    of_images = settings.get("preprocessor_config", {})
+    images = joint.get("image_processor") or of_images
+    clips = joint.get("video_processor") or settings.get("video_preprocessor_config") or of_images
+    return images, clips
+
+
+FAMILY = Family(
+    model_type="qwen2_5_vl",
+    rule=Qwen25VlRule.from_config,
+    processor="dflop_ds.data.processors.qwen2_5_vl:open_processor",
+    layers="dflop_ds.models.qwen2_5_vl:pipeline_layers",
+    dims=ModelDims.from_native_config,
+    published_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+)
+"""Registry entry."""

@@ -125,9 +125,13 @@ class Qwen2AudioRule(MediaRule):
             extent=(num_samples,),
         )
 
-    def audio_s(self, item: MediaItem) -> float:
-        """Whole length of a recording, in seconds."""
-        return item.extent[0] / self.sampling_rate_hz
+    def sizes(self, item: MediaItem) -> Mapping[str, float]:
+        """Positions, the work of attention between them, and the whole length of a recording in seconds."""
+        return {
+            "audio_positions": item.num_inputs,
+            "sum_squared_frames": item.num_inputs**2,
+            "audio_s": item.extent[0] / self.sampling_rate_hz,
+        }
 
     def texts(self, media: Sequence[tuple[Modality, MediaItem]]) -> list[str]:
         """Recordings are numbered through the conversation, as the family's chat template does it."""

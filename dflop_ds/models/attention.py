@@ -104,8 +104,12 @@ def segment_attention(
         batch = [_fold(x, segment_lengths) for x in (query, key, value)]
         out = attend(*batch).transpose(1, 2)
         return out.reshape(1, -1, *out.shape[2:]), None
-    parts = zip(*(x.split(list(segment_lengths), dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([attend(q, k, v) for q, k, v in parts], dim=2).transpose(1, 2), None
+    parts = [states.split(list(segment_lengths), dim=2) for states in (query, key, value)]
+    found: dict[int, torch.Tensor] = {}
+    for members in _equal_lengths(segment_lengths):
+        batch = [torch.cat([part[i] for i in members]) for part in parts]
+        found |= zip(members, attend(*batch).split(1), strict=True)
+    return torch.cat([found[i] for i in range(len(found))], dim=2).transpose(1, 2), None
 
 
 def varlen_attention(
@@ -141,6 +145,14 @@ def _expand_groups(module: torch.nn.Module, states: torch.Tensor) -> torch.Tenso
     """Repeat grouped key or value heads, shape (batch, heads, tokens, head_dim)."""
     groups = getattr(module, "num_key_value_groups", 1)
     return states if groups == 1 else states.repeat_interleave(groups, dim=1)
+
+
+def _equal_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Segments of the same length together, by their positions."""
+    groups: dict[int, list[int]] = {}
+    for position, length in enumerate(lengths):
+        groups.setdefault(length, []).append(position)
+    return list(groups.values())
 
 
 def _fold(states: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:

@@ -204,7 +204,10 @@ def tied_head(embedding: TokenEmbed, carry: Carry) -> torch.Tensor:
 
 
 def add_language_model(
-    plans: PlanList, model: LanguageModel, decoder_block: type[DecoderBlock] = DecoderBlock
+    plans: PlanList,
+    model: LanguageModel,
+    decoder_block: type[DecoderBlock] = DecoderBlock,
+    *decoder_arguments: Any,
 ) -> None:
     """Append the layers of a language model, tied where it is tied.
 
@@ -214,6 +217,8 @@ def add_language_model(
     model : LanguageModel
     decoder_block : type
         Subclass with other positions.
+    *decoder_arguments
+        What it takes behind ``(model, index)``.
     """
     std = float(getattr(model.config, "initializer_range", 0.02))
     tie: dict[str, Any] = {}
@@ -221,7 +226,7 @@ def add_language_model(
         tie = {"tied_key": _TIED_KEY, "tied_weights": ("embed_tokens.weight",)}
     embedding = plans.add(TokenEmbed, std, model, **tie)
     for index in range(model.config.num_hidden_layers):
-        plans.add(decoder_block, std, model, index)
+        plans.add(decoder_block, std, model, index, *decoder_arguments)
     plans.add(FinalNorm, std, model)
     if model.tied:
         plans.append(dataclasses.replace(embedding, kind=Head.kind, forward_fn=tied_head))

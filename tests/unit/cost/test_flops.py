@@ -11,7 +11,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 
 from dflop_ds import flops
 from dflop_ds.errors import CostModelError
-from dflop_ds.families.qwen2_5_vl import PatchGrid, Qwen25VlRule
+from dflop_ds.families.patches import PatchGrid
+from dflop_ds.families.qwen2_5_vl import Qwen25VlRule
 
 VISION = flops.VisionDims(hidden=4, intermediate=8, num_heads=2, num_layers=3, tile_px=28, patch_px=14)
 LLM = flops.LlmDims(

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
 from dflop_ds.data.demo import DemoPaths
-from dflop_ds.data.media import clip_info, frame_indices, image_size, load_frames, load_image
+from dflop_ds.data.media import (
+    clip_info,
+    frame_indices,
+    image_size,
+    load_frames,
+    load_image,
+    upright_size,
+)
 from dflop_ds.errors import DataError
 
 HEIGHT, WIDTH = 30, 50
@@ -185,6 +192,7 @@ def test_rotation_of_the_container_is_applied(tmp_path: Path) -> None:
     frame = load_frames(path, [1])[0]
     assert frame.shape == (64, 48, 3)
     assert frame[:28].mean() > frame[36:].mean() + 20
+    assert upright_size(path) == (64, 48)
 
 
 def test_too_few_frames_are_named(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +11,13 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2VLImageProcessorPil
 from transformers.image_utils import SizeDict
+from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.vision_utils import get_vision_attention_seqlens, get_vision_window_index
 
 from dflop_ds.errors import ConfigError, DataError
-from dflop_ds.families.qwen2_5_vl import PatchGrid, PixelBudget, Qwen25VlRule
+from dflop_ds.families import Modality, media_rule
+from dflop_ds.families.patches import PatchGrid, PixelBudget
+from dflop_ds.families.qwen2_5_vl import Qwen25VlRule, processor_settings
 from tests.support.video_processor import qwen2_vl_video_source
 
 PUBLISHED = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2}
@@ -36,7 +41,7 @@ NARROW = {"size": {"shortest_edge": 10_000, "longest_edge": 20_000}}
 def test_patches_equal_the_image_processor(settings: dict[str, Any]) -> None:
     """Also refused are exactly the sizes that the processor refuses."""
     processor = Qwen2VLImageProcessorPil(**settings)
-    rule = Qwen25VlRule.from_config({}, processor.to_dict())
+    rule = Qwen25VlRule.from_config({}, {"preprocessor_config": processor.to_dict()})
     num_refused = 0
     shapes = _shapes()
     assert len(shapes) >= 300
@@ -46,17 +51,17 @@ def test_patches_equal_the_image_processor(settings: dict[str, Any]) -> None:
         except ValueError:
             num_refused += 1
             with pytest.raises(DataError, match="aspect ratio of at most 200"):
-                rule.image_grid(height, width)
+                rule.image(height, width, 1)
             continue
-        grid = rule.image_grid(height, width)
-        assert grid.num_patches == counted, (height, width)
-        assert rule.num_tokens(grid) == counted // 4
+        item = rule.image(height, width, 1)
+        assert (item.num_inputs, item.num_rows) == (counted, counted), (height, width)
+        assert item.num_tokens == counted // 4
     assert num_refused >= 20
 
 
 def test_grids_equal_those_of_real_pixels() -> None:
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 40})
-    rule = Qwen25VlRule.from_config({}, processor.to_dict())
+    rule = Qwen25VlRule.from_config({}, {"preprocessor_config": processor.to_dict()})
     small = [s for s in _shapes() if s[0] * s[1] <= 60_000 and max(s) / min(s) <= 200]
     assert len(small) >= 100
     for height, width in small:
@@ -81,9 +86,11 @@ def test_patches_of_clips_equal_the_video_processor(video_source: Any, num_frame
             counted = processor.get_num_of_video_patches(num_frames, height, width, {})
         except ValueError:
             with pytest.raises(DataError, match="aspect ratio of at most 200"):
-                rule.clip_grid(num_frames, height, width)
+                rule.clip(num_frames, height, width, 0.5)
             continue
-        assert rule.clip_grid(num_frames, height, width).num_patches == counted, (height, width)
+        item = rule.clip(num_frames, height, width, 0.5)
+        assert item.num_rows == counted, (height, width)
+        assert item.num_tokens == counted // 4
 
 
 @pytest.mark.parametrize("num_frames", [1, 2, 3, 31])
@@ -108,7 +115,7 @@ def test_frames_of_a_capped_clip_share_its_budget(
     processor = object.__new__(processor_class)
     settings = {"cap_pixels_per_frame": True, "max_video_tokens": 32_000}
     processor.max_video_tokens = 32_000
-    rule = Qwen25VlRule.from_config({}, {}, settings)
+    rule = Qwen25VlRule.from_config({}, {"video_preprocessor_config": settings})
     for height, width in [(1080, 1920), (480, 640), (30, 900), (2000, 2000)]:
         frames = torch.empty(1, num_frames, 3, height, width, device="meta")
         options = {"factor": 28, "temporal_factor": 2, "cap_pixels_per_frame": True}
@@ -133,11 +140,48 @@ def test_windows_equal_those_of_the_model(window_px: int) -> None:
         assert grid.sum_squared_frames == sum(length**2 for length in bounds.diff().tolist())
 
 
-def test_seconds_between_temporal_patches() -> None:
-    """A clip of 90 frames at 30 a second, 6 of them used: 2 a second, so a temporal patch lasts a second."""
-    rule = Qwen25VlRule.from_config({})
-    assert rule.seconds_per_patch(6, 90, 30.0) == pytest.approx(1.0)
-    assert rule.seconds_per_patch(6, 90, 0.0) == pytest.approx(2 / 24)
+def test_what_a_sample_and_the_layers_are_told() -> None:
+    """A clip of 5 frames every half second: 3 temporal patches a second apart, 4 positions each."""
+    rule = media_rule({"model_type": "qwen2_5_vl"})
+    assert isinstance(rule, Qwen25VlRule)
+    clip = rule.clip(5, 448, 448, 0.5)
+    assert rule.patch_grid(clip) == PatchGrid(3, 32, 32)
+    grid = rule.token_grid(clip)
+    assert (grid.frames, grid.rows, grid.columns, grid.interval) == (3, 16, 16, 4.0)
+    assert rule.sizes(clip) == {
+        "num_frames": 6,
+        "num_patches": 3 * 1024,
+        "sum_squared_windows": 3 * 16 * 64**2,
+        "sum_squared_frames": 3 * 1024**2,
+    }
+    assert rule.token_grid(rule.clip(5, 448, 448)).interval == pytest.approx(4 * 2 / 24)
+    image = rule.image(60, 60, 3)
+    assert rule.sizes(image) == {
+        "num_tiles": 1,
+        "num_patches": 16,
+        "sum_squared_windows": 256,
+        "sum_squared_frames": 256,
+    }
+    assert rule.token_grid(image).interval == 1.0
+    assert rule.placeholders[Modality.VIDEO].token_id == 151656
+
+
+def test_settings_are_taken_from_the_files_that_transformers_takes(tmp_path: Path) -> None:
+    one, two, three = {"min_pixels": 1}, {"min_pixels": 2}, {"min_pixels": 3}
+    assert processor_settings({}) == ({}, {})
+    assert processor_settings({"preprocessor_config": one}) == (one, one)
+    both = {"preprocessor_config": one, "video_preprocessor_config": two}
+    assert processor_settings(both) == (one, two)
+    joint = {"processor_config": {"image_processor": three}}
+    assert processor_settings({**both, **joint}) == (three, two)
+    for name, content in {**both, **joint}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path).size["shortest_edge"] == 3
+    found, _ = BaseVideoProcessor.get_video_processor_dict(tmp_path)
+    assert found["min_pixels"] == 2
+    (tmp_path / "video_preprocessor_config.json").unlink()
+    found, _ = BaseVideoProcessor.get_video_processor_dict(tmp_path)
+    assert found["min_pixels"] == 1
 
 
 def test_impossible_media_are_refused() -> None:
@@ -151,14 +195,18 @@ def test_impossible_media_are_refused() -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (({}, {"patch_size": 16}), "patch_size of preprocessor_config.json must be 14"),
-        (({}, {}, {"temporal_patch_size": 1}), "temporal_patch_size of video_preprocessor_config.json"),
-        (({}, {"do_resize": False}), "do_resize"),
-        (({}, {"min_pixels": 500, "max_pixels": 400}), "min_pixels <= max_pixels"),
-        (({"vision_config": {"patch_size": [14, 14]}},), "patch_px"),
-        (({"vision_config": {"window_size": 20}},), "window_size"),
+        ({"preprocessor_config": {"patch_size": 16}}, "patch_size of the processor of images must be 14"),
+        (
+            {"video_preprocessor_config": {"temporal_patch_size": 1}},
+            "temporal_patch_size of the processor of clips",
+        ),
+        ({"preprocessor_config": {"do_resize": False}}, "do_resize"),
+        ({"preprocessor_config": {"min_pixels": 500, "max_pixels": 400}}, "min_pixels <= max_pixels"),
+        ({"config": {"vision_config": {"patch_size": [14, 14]}}}, "patch_px"),
+        ({"config": {"vision_config": {"window_size": 20}}}, "window_size"),
     ],
 )
-def test_contradictory_files_are_refused(files: tuple[dict[str, Any], ...], message: str) -> None:
+def test_contradictory_files_are_refused(files: dict[str, Any], message: str) -> None:
+    config = files.pop("config", {})
     with pytest.raises(ConfigError, match=message):
-        Qwen25VlRule.from_config(*files)
+        Qwen25VlRule.from_config(config, files)
