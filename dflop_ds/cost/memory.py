@@ -10,6 +10,9 @@ The rules, with their sources:
   arXiv 2104.04473, section 2.2).
 - With checkpointing a layer keeps its input only; the layer that is recomputed holds the rest (Chen et
   al. 2016, arXiv 1604.06174).
+- The layer that runs backward also holds gradients of its own activations, about half of what it kept
+  (counted tensor by tensor for SigLIP and Qwen2 blocks: 0.3 to 0.5). Logits are gone by then, so that of
+  both the larger one counts.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from dflop_ds.flops import ModelDims
 
 _MOMENTS = 2
 _FP32_BYTES = 4
+_BACKWARD_SHARE = 0.5
+_FEWEST_BUFFERS = 2  # of DeepSpeed's PipelineEngine
 _TERMS: dict[str, tuple[str, ...]] = {
     "vision_embed": ("encoder_inputs",),
     "vision_block": ("encoder_inputs",),
@@ -59,12 +64,16 @@ class TrainingSetting:
     zero_stage : int
         0 or 1: ZeRO-1 divides the optimizer state.
     activation_checkpointing : bool
+    reduce_bucket_values : int
+        DeepSpeed's ``zero_optimization.reduce_bucket_size``, twice that with ``overlap_comm``. ZeRO-1
+        allocates it whole, in fp32, however small the model is.
     """
 
     value_bytes: int = 4
     data_parallel_size: int = 1
     zero_stage: int = 0
     activation_checkpointing: bool = False
+    reduce_bucket_values: int = 500_000_000
 
     def __post_init__(self) -> None:
         if self.value_bytes not in (2, 4) or self.data_parallel_size < 1 or self.zero_stage not in (0, 1):
@@ -85,10 +94,13 @@ class StageMemory:
         Kept from forward to backward, for all microbatches in flight, logits and loss included.
     recompute_bytes : float
         What the layer that is being recomputed holds; 0 without checkpointing.
+    backward_bytes : float
+        Gradients inside the layer that runs backward.
     logits_bytes : float
-        Logits, their fp32 copy and their gradient of one microbatch while the loss is taken.
+        What the loss of one microbatch holds while it runs backward.
     communication_bytes : float
-        Receive buffers of activations and gradients at the borders of the stage.
+        What entered the stage, for each of DeepSpeed's pipeline buffers, one received gradient, and the
+        buffer in which ZeRO-1 reduces gradients.
     """
 
     parameters_bytes: float
@@ -96,13 +108,16 @@ class StageMemory:
     optimizer_bytes: float
     activations_bytes: float
     recompute_bytes: float
+    backward_bytes: float
     logits_bytes: float
     communication_bytes: float
 
     @property
     def total_bytes(self) -> float:
-        """Sum of all parts."""
-        return float(sum(dataclasses.astuple(self)))
+        """Sum of all parts; of backward (with recomputation) and logits, which never coincide, the larger."""
+        lasting = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        passing = max(self.recompute_bytes + self.backward_bytes, self.logits_bytes)
+        return float(lasting + self.activations_bytes + passing + self.communication_bytes)
 
 
 class MemoryModel:
@@ -195,28 +210,37 @@ class MemoryModel:
         num_parameters = float(sum(self.parameters[kind] for kind in kinds))
         scale = setting.value_bytes / self.value_bytes
         full = {kind: self.activation_bytes(kind, features) * scale for kind in dict.fromkeys(kinds)}
+        widest = max(float(full[kind].max()) for kind in kinds)
         if setting.activation_checkpointing:
             per_microbatch = sum(self.input_bytes(k, features, setting.value_bytes) for k in kinds)
-            recompute = max(float(full[kind].max()) for kind in kinds)
         else:
-            per_microbatch, recompute = sum(full[kind] for kind in kinds), 0.0
+            per_microbatch = sum(full[kind] for kind in kinds)
         in_flight = min(len(stages) - index, len(features))
         largest = np.sort(per_microbatch)[::-1][:in_flight]
-        borders = ([kinds[0]] if index else []) + ([] if last else [stages[index + 1][0]])
-        buffers = [self.input_bytes(kind, features, setting.value_bytes).max() for kind in borders]
+        # Samples are loaded in fp32, whatever the training type.
+        entering = self.input_bytes(kinds[0], features, setting.value_bytes if index else _FP32_BYTES)
+        buffers = float(np.sort(entering)[::-1][: max(_FEWEST_BUFFERS, in_flight)].sum())
+        if not last:
+            buffers += float(self.input_bytes(stages[index + 1][0], features, setting.value_bytes).max())
+        if setting.zero_stage == 1:
+            buffers += _FP32_BYTES * setting.reduce_bucket_values
         return StageMemory(
             parameters_bytes=num_parameters * setting.value_bytes,
             gradients_bytes=num_parameters * _gradient_bytes(setting),
             optimizer_bytes=num_parameters * _optimizer_bytes(setting),
             activations_bytes=float(largest.sum()),
-            recompute_bytes=recompute,
+            recompute_bytes=widest if setting.activation_checkpointing else 0.0,
+            backward_bytes=_BACKWARD_SHARE * widest,
             logits_bytes=self._logits_bytes(features, setting) if "head" in kinds else 0.0,
-            communication_bytes=float(sum(buffers)),
+            communication_bytes=buffers,
         )
 
     def _logits_bytes(self, features: MicrobatchFeatures, setting: TrainingSetting) -> float:
-        """Logits with their gradient, and both again in fp32 where training is in 16 bit."""
-        per_value = 2 * setting.value_bytes + (2 * _FP32_BYTES if setting.value_bytes < _FP32_BYTES else 0)
+        """Gradients of the log-probabilities and of the logits, both in fp32, whatever the training type.
+
+        The log-probabilities themselves are among the activations of the head, unless it is recomputed.
+        """
+        per_value = _FP32_BYTES * (3 if setting.activation_checkpointing else 2)
         return float(features.target_tokens.max()) * self.dims.llm.vocab * per_value
 
 

@@ -80,7 +80,7 @@ def received_gradients(engine: PipelineEngine) -> list[torch.Tensor]:
 
 
 def release_outputs(engine: PipelineEngine, buffer_id: int) -> None:
-    """Free the forward results of one buffer after its backward pass."""
+    """Free the forward results of one buffer when nothing reads them any more."""
     engine.pipe_buffers["output_tensors"][buffer_id] = None
     engine.pipe_buffers["outputs"][buffer_id] = None
 

@@ -221,6 +221,9 @@ class DflopPipelineEngine(PipelineEngine):
         if self.is_last_stage() and not self.is_first_stage():
             self._check_tag(buffer_id)
         super()._exec_forward_pass(buffer_id)
+        if self.is_last_stage():
+            # Backward starts from the loss; the logits would stay until the buffer is used again.
+            compat.release_outputs(self, buffer_id)
 
     def _check_tag(self, buffer_id: int) -> None:
         layout = PackedLayout.decode(self.pipe_buffers["inputs"][buffer_id][-1])

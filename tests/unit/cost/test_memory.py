@@ -1,5 +1,7 @@
 """The memory model, against tensors that autograd really keeps and against what an optimizer holds."""
 
+import collections
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from dflop_ds.profiling.harness import Bench, profile_layers
 from dflop_ds.profiling.selection import choose_microbatches
 from dflop_ds.profiling.timer import LayerTimer, SavedBytes
 from dflop_ds.runtime.loss import packed_loss
+from tests.support.live_bytes import LiveBytes
 
 
 class Measured:
@@ -68,6 +71,37 @@ class Measured:
                 alive.append(self.bench.timer._forward(layers, leaf, vector, labels))
         return saved.total_bytes
 
+    def peak_bytes(self, stage, bins, dtype, checkpointing):
+        """Most bytes alive beyond weights, their gradients and what is handed in."""
+        timer = LayerTimer(torch.device("cpu"), checkpointing, packed_loss)
+        layers = [(plan, plan.build().to(dtype)) for plan in self.plans]
+        own = layers[: self.cut] if stage == 0 else layers[self.cut :]
+        parameters = [parameter for _, layer in own for parameter in layer.parameters()]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        given = [self._stage_inputs(layers, stage, members, dtype) for members in bins]
+        existing = [tensor for inputs in given for tensor in (inputs[1], *inputs[2])]
+        existing += [tensor for parameter in parameters for tensor in (parameter, parameter.grad)]
+        alive = collections.deque()
+        with LiveBytes(*existing) as live:
+            for hidden, vector, labels in given:
+                leaf = hidden.clone().requires_grad_(stage == 1)
+                alive.append((leaf, timer._forward(own, leaf, vector, labels)[1]))
+                del leaf
+                if len(alive) == 2 - stage:
+                    leaf, scored = alive.popleft()
+                    scored.backward(torch.ones_like(scored))
+                    del leaf, scored
+        return live.peak_bytes
+
+    def _stage_inputs(self, layers, stage, members, dtype):
+        _, hidden, vector, labels = self.bench.inputs(members)
+        hidden = hidden.to(dtype)
+        with torch.no_grad():
+            for _, layer in layers[: self.cut] if stage == 1 else ():
+                hidden = layer((hidden, vector))[0]
+        return hidden, vector, labels
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
@@ -83,6 +117,21 @@ def test_activations_in_flight_match_the_tensors_that_are_kept(measured, stage):
     single = [measured.kept_bytes(stage, [members]) for members in bins]
     in_flight = [bins[i] for i in np.argsort(single)[::-1][: 2 - stage]]
     assert predicted.activations_bytes == pytest.approx(measured.kept_bytes(stage, in_flight), rel=0.12)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peaks_match_the_tensors_that_are_alive(measured, stage, checkpointing, dtype):
+    """A step of 1F1B on one stage, every live tensor counted: logits, recomputation and gradients too."""
+    rng = np.random.default_rng(3)
+    bins = [rng.integers(len(measured.table), size=2).tolist() for _ in range(4)]
+    features = MicrobatchFeatures.from_bins(measured.table, bins)
+    setting = TrainingSetting(value_bytes=dtype.itemsize, activation_checkpointing=checkpointing)
+    predicted = measured.model.stage(measured.stages, stage, features, setting)
+    lasting = predicted.parameters_bytes + predicted.gradients_bytes + predicted.optimizer_bytes
+    passing = predicted.total_bytes - lasting - predicted.communication_bytes
+    assert passing == pytest.approx(measured.peak_bytes(stage, bins, dtype, checkpointing), rel=0.12)
 
 
 def test_layer_bytes_match_on_other_shapes(measured):
@@ -148,7 +197,11 @@ def test_the_last_stage_holds_logits_and_one_microbatch(measured):
         measured.stages, 1, MicrobatchFeatures.from_bins(measured.table, [[0]]), TrainingSetting()
     )
     assert last.activations_bytes >= one.activations_bytes
-    assert first.communication_bytes == last.communication_bytes > 0
+    assert measured.stages[1][0] == "token_embed", "media tokens enter the last stage"
+    tokens = features.media_tokens * measured.dims.llm.hidden * 4
+    assert last.communication_bytes == np.sort(tokens)[-2:].sum(), "two buffers of received media tokens"
+    pixels = features.encoder_inputs * 3 * measured.dims.vision.tile_px**2 * 4
+    assert first.communication_bytes == np.sort(pixels)[-2:].sum() + tokens.max()
 
 
 def test_rows_without_bytes_are_refused(measured):
