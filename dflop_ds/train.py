@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import math
@@ -17,11 +18,12 @@ import deepspeed
 from deepspeed import comm as dist
 
 from dflop_ds.config import DflopConfig, load_ds_config, parse_dflop
-from dflop_ds.errors import DflopError
+from dflop_ds.errors import ConfigError, DflopError
 from dflop_ds.runtime import distributed
 from dflop_ds.runtime.initialize import initialize
-from dflop_ds.runtime.report import write_reports
+from dflop_ds.runtime.report import rewrite_lines, write_reports
 from dflop_ds.runtime.setup import Setup, prepare
+from dflop_ds.runtime.stop import on_signals
 from dflop_ds.runtime.versions import require_supported_deepspeed
 
 logger = logging.getLogger("dflop_ds.train")
@@ -58,42 +60,86 @@ def train(args: argparse.Namespace) -> None:
         config=ds_config,
     )
     try:
+        resume(engine, config)
         run_steps(engine, setup, config)
         write_reports(engine, config)
     finally:
         engine.destroy()
 
 
+def resume(engine: Any, config: DflopConfig) -> None:
+    """Load the checkpoint that ``dflop.train.resume`` names; a collective call.
+
+    Raises
+    ------
+    ConfigError
+        If it names one that is not there.
+    """
+    wanted = config.train.resume
+    if wanted is None:
+        return
+    folder = Path(_checkpoint_dir(config) if wanted == "auto" else wanted)
+    path, _ = engine.load_checkpoint(str(folder))
+    if path is None and wanted != "auto":
+        raise ConfigError(
+            f"dflop.train.resume must name a checkpoint or a folder of checkpoints, found none in {folder}; "
+            'correct it, or set it to "auto" or null.'
+        )
+    if path is not None and dist.get_rank() == 0:
+        logger.info("resumed after %d steps from %s", engine.global_steps, path)
+
+
 def run_steps(engine: Any, setup: Setup, config: DflopConfig) -> None:
-    """The training loop; rank 0 logs and appends one line per step to ``metrics.jsonl``."""
+    """The training loop; rank 0 logs and appends one line per step to ``metrics.jsonl``.
+
+    SIGTERM and Ctrl-C end it after the running step.
+    """
     num_steps = total_steps(config, len(setup.dataset.table), engine.train_batch_size())
-    metrics = MetricsFile(Path(config.train.output_dir) / "metrics.jsonl")
-    for step in range(1, num_steps + 1):
-        start_s = time.perf_counter()
-        loss = float(engine.train_batch())
-        line = {"step": step, "loss": loss, "step_time_s": time.perf_counter() - start_s}
-        if due(config.train.eval_every, step) and setup.eval_dataset is not None and config.enabled:
-            line["eval_loss"] = engine.evaluate(setup.eval_dataset)
-        if dist.get_rank() == 0:
-            metrics.append(line)
-            if step % config.train.log_every == 0:
-                logger.info("%d steps: %s", num_steps, " ".join(f"{k} {v:.6g}" for k, v in line.items()))
-        if due(config.train.save_every, step):
-            engine.save_checkpoint(str(Path(config.train.output_dir) / "checkpoints"))
+    metrics = MetricsFile(Path(config.train.output_dir) / "metrics.jsonl", num_kept=engine.global_steps)
+    with on_signals(engine.request_stop) if config.enabled else contextlib.nullcontext():
+        for step in range(engine.global_steps + 1, num_steps + 1):
+            start_s = time.perf_counter()
+            loss = float(engine.train_batch())
+            line = {"step": step, "loss": loss, "step_time_s": time.perf_counter() - start_s}
+            if due(config.train.eval_every, step) and setup.eval_dataset is not None and config.enabled:
+                line["eval_loss"] = engine.evaluate(setup.eval_dataset)
+            if dist.get_rank() == 0:
+                metrics.append(line)
+                if step % config.train.log_every == 0:
+                    logger.info("%d steps: %s", num_steps, " ".join(f"{k} {v:.6g}" for k, v in line.items()))
+            stopping = config.enabled and engine.stopping
+            if due(config.train.save_every, step) or (stopping and config.train.save_on_stop):
+                engine.save_checkpoint(_checkpoint_dir(config))
+            if stopping:
+                logger.info("rank %d: stopped after step %d of %d", dist.get_rank(), step, num_steps)
+                return
+
+
+def _checkpoint_dir(config: DflopConfig) -> str:
+    return str(Path(config.train.output_dir) / "checkpoints")
 
 
 class MetricsFile:
-    """JSON lines of what was measured, complete after every step; written anew by every run."""
+    """JSON lines of what was measured, complete after every step.
 
-    def __init__(self, path: Path) -> None:
+    Parameters
+    ----------
+    path : Path
+    num_kept : int
+        Steps before which a resumed run goes on: lines of later steps are dropped, and all of them by a
+        new run.
+    """
+
+    def __init__(self, path: Path, num_kept: int = 0) -> None:
         self.path = path
+        self.num_kept = num_kept
         self._started = False
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one line; what is not finite becomes ``null``."""
         if not self._started:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("", encoding="utf-8")
+            rewrite_lines(self.path, lambda known: known["step"] <= self.num_kept)
             self._started = True
         line = {key: value if math.isfinite(value) else None for key, value in line.items()}
         with self.path.open("a", encoding="utf-8") as file:

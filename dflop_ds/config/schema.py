@@ -56,6 +56,15 @@ class DflopConfig(Block):
             )
         return self
 
+    @model_validator(mode="after")
+    def _resume_needs_position(self) -> DflopConfig:
+        if self.train.resume is not None and "enabled" in self.model_fields_set and not self.enabled:
+            raise ValueError(
+                "train.resume needs dflop_ds, which knows the position in the data: enabled is false, "
+                f"train.resume is {self.train.resume!r}. Set resume to null"
+            )
+        return self
+
     def require_training_inputs(self) -> None:
         """Check what the training entry point needs beyond a valid block.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from dflop_ds.config.base import Block, NonEmptyStr, PositiveInt
@@ -47,6 +49,23 @@ class TrainConfig(Block):
     )
     save_every: PositiveInt | None = Field(
         default=None, description="Steps between checkpoints. null: never."
+    )
+    save_on_stop: bool = Field(
+        default=True, description="Save a checkpoint when SIGTERM or Ctrl-C ends training early."
+    )
+    resume: Literal["auto"] | NonEmptyStr | None = Field(
+        default=None,
+        description="Checkpoint to go on from, with optimizer, position in the data and metrics: a folder of "
+        "checkpoints or one of them. auto: the last one in output_dir, or a new start if there is none. "
+        "null: a new start.",
+    )
+    export_dir: NonEmptyStr | None = Field(
+        default=None,
+        description="Folder that receives the trained model in Hugging Face format at the end. What it held "
+        "before is replaced. null: no export.",
+    )
+    export_dtype: Literal["as_trained", "bf16", "fp32"] = Field(
+        default="as_trained", description="Precision of the exported weights."
     )
 
     @model_validator(mode="after")

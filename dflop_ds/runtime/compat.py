@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -26,6 +27,8 @@ ENGINE_METHODS: dict[str, tuple[str, ...]] = {
     "set_train_batch_size": ("self", "train_batch_size"),
     "set_dataloader": ("self", "loader"),
     "set_dataiterator": ("self", "iterator"),
+    "_get_ckpt_name": ("self", "checkpoints_path", "tag"),
+    "_get_zero_ckpt_name": ("self", "checkpoints_path", "tag"),
 }
 """Methods that the engine overrides or calls, with their parameter names."""
 
@@ -135,3 +138,46 @@ def make_engine(
     if configure_gc is not None:
         configure_gc()
     return engine
+
+
+def process_group_store() -> Any:
+    """Key-value store through which the ranks met; it lives as long as rank 0."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def keeps_partitions(optimizer: Any) -> bool:
+    """Whether an engine's optimizer holds flat fp32 partitions: ZeRO-1, or bf16 in a pipeline."""
+    return hasattr(optimizer, "dp_process_group")
+
+
+def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
+    """This rank's fp32 partition of every parameter group, as the wrapped optimizer sees it."""
+    return [group["params"][0] for group in optimizer.optimizer.param_groups]
+
+
+def partition_piece(parameter: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """The part of a parameter that this rank's partition holds.
+
+    Returns
+    -------
+    tuple of int or None
+        Parameter group, start in the partition, start in the parameter and number of elements; None where
+        other ranks hold all of it.
+    """
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    partition, own = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return int(mapping.param_group_index), int(partition.start), int(own.start), int(own.numel)
+
+
+def optimizer_file(engine: PipelineEngine) -> str:
+    """Name of the file in a checkpoint that holds this rank's optimizer state."""
+    name = engine._get_zero_ckpt_name if keeps_partitions(engine.optimizer) else engine._get_ckpt_name
+    return Path(name("", "tag")).name
+
+
+def saves_at_once(engine: PipelineEngine) -> bool:
+    """Whether a checkpoint is on disk when ``save_checkpoint`` returns."""
+    decoupled = getattr(engine.checkpoint_engine, "is_decoupled", None)
+    return decoupled is None or not decoupled()

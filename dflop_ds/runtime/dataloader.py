@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from dflop_ds.data.layout import bin_tag
 from dflop_ds.errors import DataError, PlanError
 from dflop_ds.runtime.feed import PlanFeed
+from dflop_ds.runtime.stop import leave_signals_to_rank
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +86,21 @@ class DflopDataLoader(DeepSpeedDataLoader):
 
     def close(self) -> None:
         """End the data workers; harmless when called again."""
-        iterator, self.data, self.dataloader = self.data, None, None
+        self.restart()
+        self.dataloader = None
+
+    def restart(self) -> None:
+        """Forget what is loaded; the next microbatch is drawn from the feed as it is then."""
+        iterator, self.data = self.data, None
         shutdown = getattr(iterator, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+        self._expected.clear()
 
     def __next__(self) -> Microbatch:
+        # Not before the first microbatch is wanted: a resumed run loads nothing that it will skip.
+        if self.data is None and self.dataloader is not None:
+            self.data = iter(self.dataloader)
         try:
             inputs, (targets, weights, tag) = super().__next__()
         except DataError as error:
@@ -118,8 +128,10 @@ class DflopDataLoader(DeepSpeedDataLoader):
             num_workers=workers,
             prefetch_factor=self._prefetch if workers else None,
             pin_memory=self.pin_memory,
+            worker_init_fn=leave_signals_to_rank,
+            # The global generator must not depend on how often loading was begun.
+            generator=torch.Generator().manual_seed(0),
         )
-        self.data = iter(self.dataloader)
         return self.dataloader
 
 

@@ -16,7 +16,7 @@ from dflop_ds.config import DflopConfig
 from dflop_ds.data.layout import PackedLayout
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import PlanError
-from dflop_ds.runtime import compat
+from dflop_ds.runtime import checkpoint, compat
 from dflop_ds.runtime.adaptive import AdaptivePlanner
 from dflop_ds.runtime.dataloader import DflopDataLoader
 from dflop_ds.runtime.evaluation import evaluate
@@ -26,8 +26,6 @@ from dflop_ds.runtime.telemetry import Telemetry
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 
 logger = logging.getLogger(__name__)
-
-_CORRECTION_KEY = "dflop_correction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,24 +105,70 @@ class DflopPipelineEngine(PipelineEngine):
             )
         if self.adaptive is not None and self.telemetry is not None:
             self.adaptive.after_step(plan, self.telemetry.steps[-1])
+        self.feed.advance()
         return loss
 
     def save_checkpoint(
-        self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save as DeepSpeed does, with the correction of predicted times in the client state."""
-        state = dict(client_state or {})
-        if self.adaptive is not None:
-            state[_CORRECTION_KEY] = self.adaptive.state_dict()
-        return super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
+        """Save as DeepSpeed does, with the position in the data; complete or not there at all."""
+        return checkpoint.save(
+            self,
+            super().save_checkpoint,
+            Path(save_dir),
+            f"global_step{self.global_steps}" if tag is None else str(tag),
+            save_latest=save_latest,
+            client_state=dict(client_state or {}),
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
 
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """Load as DeepSpeed does, and the correction of predicted times where there is one."""
-        path, state = super().load_checkpoint(load_dir, *args, **kwargs)
-        correction = state.pop(_CORRECTION_KEY, None) if isinstance(state, dict) else None
-        if correction is not None and self.adaptive is not None:
-            self.adaptive.load_state_dict(correction)
-        return path, state
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """Load as DeepSpeed does, for any number of stages and replicas, and go on where the run was.
+
+        With ``load_module_only`` the position in the data stays what it is.
+        """
+        return checkpoint.load(
+            self,
+            super().load_checkpoint,
+            Path(load_dir),
+            None if tag is None else str(tag),
+            weights_only=load_module_only,
+            with_optimizer=load_optimizer_states,
+            load_module_strict=load_module_strict,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            custom_load_fn=custom_load_fn,
+        )
+
+    def restart_after(self, num_steps: int) -> None:
+        """Drop what is loaded ahead, and go on with the plan log; the feed stands where a checkpoint was."""
+        if self._loader is not None:
+            self._loader.restart()
+        if self._log is not None and self.feed is not None:
+            self._log.keep(num_planned=num_steps + len(self.feed.plans), num_measured=num_steps)
+
+    def request_stop(self) -> None:
+        """Ask for :attr:`stopping` after the running step; on any rank, also in a signal handler."""
+        if self.feed is not None:
+            self.feed.stop.request()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether training should end now: some rank asked for it; the same on all ranks after a step."""
+        return self.feed is not None and self.feed.stopping
 
     def evaluate(self, dataset: ProbedDataset, max_batches: int | None = None) -> float:
         """Mean loss over a data set; may be called between training steps.

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from deepspeed import comm as dist
@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from dflop_ds.errors import DflopError, PlanError
 from dflop_ds.runtime import distributed
 from dflop_ds.runtime.adaptive import AdaptivePlanner
+from dflop_ds.runtime.stop import StopRequest
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 from dflop_ds.scheduling.process import SolverProcess
@@ -36,17 +37,21 @@ class FeedStats:
         Steps handed to the engine.
     exposed_s : float
         Seconds for which training waited for a plan or its broadcast.
+    num_fallbacks : int
+        Plans made by LPT because the solver was late or failed (rank 0).
     """
 
     num_steps: int = 0
     exposed_s: float = 0.0
+    num_fallbacks: int = 0
 
 
 class PlanFeed:
     """Hands out one plan per optimizer step, the same on every rank.
 
-    Every rank must call :meth:`next_step` once per step: each call broadcasts the plan that lies
-    ``lookahead`` steps ahead, so that data workers can load its samples in time.
+    Every rank must call :meth:`next_step` before a step and :meth:`advance` after it: the latter broadcasts
+    the plan that lies ``lookahead`` steps ahead, so that data workers can load its samples in time, and
+    with it whether training is to stop.
 
     Parameters
     ----------
@@ -77,36 +82,62 @@ class PlanFeed:
         self.lookahead = lookahead
         self.replica = replica
         self.stats = FeedStats()
-        self._on_plan = on_plan
+        self.stop = StopRequest()
+        self.stopping = False
         self.solver: SolverProcess | None = None
+        self._planner = planner if dist.get_rank() == 0 else None
+        self._deadline_s = deadline_s
+        self._on_plan = on_plan
+        self._in_process = in_process
         self._service: PlanService[PlannedStep] | None = None
-        if planner is not None and dist.get_rank() == 0:
-            # Costs that change while training runs stay in this process.
-            if in_process and isinstance(planner, StepPlanner) and planner.policy == "cp_sat":
-                hang_after_s = max(_LEAST_HANG_S, _HANG_DEADLINES * deadline_s)
-                self.solver = SolverProcess(planner, hang_after_s=hang_after_s)
-            self._service = PlanService(
-                planner.plan if self.solver is None else self.solver.plan,
-                planner.fallback,
-                lookahead=lookahead + 1,
-                deadline_s=deadline_s,
-                startup_s=0.0 if self.solver is None else _STARTUP_S,
-            )
-        self._next_broadcast = 0
         self._said_blind = False
+        self._next_broadcast = 0
         self._plans: collections.deque[StepPlan] = collections.deque()
         self._bins: collections.deque[tuple[int, ...]] = collections.deque()
-        for _ in range(lookahead + 1):
-            self._receive()
+        self._start_service()
+
+    @property
+    def step(self) -> int:
+        """Number of the next step: how many have been handed out since training began."""
+        return self._next_broadcast - len(self._plans)
+
+    @property
+    def plans(self) -> tuple[StepPlan, ...]:
+        """Plans that are made and not yet handed out."""
+        return tuple(self._plans)
 
     def next_step(self) -> StepPlan:
-        """Plan of the next optimizer step; a collective call."""
+        """Plan of the next optimizer step; a collective call where it is not known yet."""
         start_s = time.perf_counter()
-        plan = self._plans.popleft()
-        self._receive()
+        self._fill()
         self.stats.num_steps += 1
         self.stats.exposed_s += time.perf_counter() - start_s
-        return plan
+        return self._plans.popleft()
+
+    def advance(self) -> None:
+        """Learn the plan that the next step needs, and whether to stop; a collective call."""
+        start_s = time.perf_counter()
+        self.stop.publish()
+        self._fill()
+        self.stats.exposed_s += time.perf_counter() - start_s
+
+    def go_to(self, step: int, plans: Sequence[StepPlan]) -> None:
+        """Go on from another step.
+
+        Parameters
+        ----------
+        step : int
+            The next one to hand out.
+        plans : sequence of StepPlan
+            Its plan and the ones after it, as far as they are known already; the same on every rank.
+        """
+        self.close()
+        self._plans = collections.deque(plans)
+        self._bins = collections.deque(
+            members for plan in plans for members in plan.replica_bins(self.replica)
+        )
+        self._next_broadcast = step + len(self._plans)
+        self._start_service()
 
     def bins(self) -> Iterator[list[int]]:
         """Data set indices of this replica's microbatches, without end.
@@ -127,7 +158,7 @@ class PlanFeed:
     @property
     def num_fallbacks(self) -> int:
         """Plans made by LPT because the solver was late or failed (rank 0)."""
-        return 0 if self._service is None else self._service.stats.num_fallbacks
+        return self.stats.num_fallbacks
 
     @property
     def background_s(self) -> float:
@@ -141,14 +172,37 @@ class PlanFeed:
         if self._service is not None:
             self._service.close()
 
+    def _start_service(self) -> None:
+        """Plan in the background from the next step that has no plan (rank 0)."""
+        planner = self._planner
+        if planner is None:
+            return
+        # Costs that change while training runs stay in this process.
+        if self._in_process and isinstance(planner, StepPlanner) and planner.policy == "cp_sat":
+            hang_after_s = max(_LEAST_HANG_S, _HANG_DEADLINES * self._deadline_s)
+            self.solver = SolverProcess(planner, hang_after_s=hang_after_s)
+        self._service = PlanService(
+            planner.plan if self.solver is None else self.solver.plan,
+            planner.fallback,
+            lookahead=self.lookahead + 1,
+            deadline_s=self._deadline_s,
+            first_step=self._next_broadcast,
+            startup_s=0.0 if self.solver is None else _STARTUP_S,
+        )
+
+    def _fill(self) -> None:
+        while len(self._plans) <= self.lookahead:
+            self._receive()
+
     def _receive(self) -> None:
         step = self._next_broadcast
-        message = distributed.on_first_rank(lambda: self._make(step))
-        plan = StepPlan.decode(np.frombuffer(message, dtype=np.int64))
+        message = np.frombuffer(distributed.on_first_rank(lambda: self._make(step)), dtype=np.int64)
+        plan = StepPlan.decode(message[1:])
         if plan.step != step:
             raise PlanError(
                 f"the next plan must be for step {step}, found step {plan.step}; ranks are out of step."
             )
+        self.stopping = self.stopping or bool(message[0])
         self._next_broadcast += 1
         self._plans.append(plan)
         self._bins.extend(plan.replica_bins(self.replica))
@@ -158,6 +212,7 @@ class PlanFeed:
             raise DflopError("rank 0 must own the planner; pass training_data on every rank.")
         result = self._service.get(step)
         if result.fallback_reason is not None:
+            self.stats.num_fallbacks += 1
             logger.warning("step %d is planned by LPT: %s", step, result.fallback_reason)
         if result.value.kept_blind and not self._said_blind:
             self._said_blind = True
@@ -168,4 +223,5 @@ class PlanFeed:
             )
         if self._on_plan is not None:
             self._on_plan(result.value)
-        return result.value.plan.encode().tobytes()
+        stop = np.array([self.stop.seen()], dtype=np.int64)
+        return np.concatenate([stop, result.value.plan.encode()]).tobytes()

@@ -116,6 +116,22 @@ class DflopPipelineModule(PipelineModule):
         ]
         return list(dict.fromkeys(owners))
 
+    def weight_names(self) -> dict[int, dict[str, str]]:
+        """By index of each local layer, the Hugging Face name of each of its weights by local name.
+
+        A layer that shares the module of an earlier one is left out.
+        """
+        names: dict[int, dict[str, str]] = {}
+        shared: set[str] = set()
+        for index, plan in enumerate(self.plans):
+            first = plan.tied_key not in shared
+            if plan.tied_key is not None:
+                shared.add(plan.tied_key)
+            if first and self._local_start <= index < self._local_stop:
+                layer = self.tied_modules[plan.tied_key] if plan.tied_key else getattr(self, str(index))
+                names[index] = {local: layer.hf_name(local) for local, _ in layer.named_parameters()}
+        return names
+
     def _partition_layers(self, method: str = "uniform") -> None:
         if self.boundaries is None:
             super()._partition_layers(method=method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class PlanLog:
     Parameters
     ----------
     path : Path
-        Written anew.
+        Written anew with the first line, unless :meth:`keep` was called before.
     names : mapping of int to str
         Sample id of each data set index.
     """
@@ -71,8 +71,19 @@ class PlanLog:
     def __init__(self, path: Path, names: Mapping[int, str]) -> None:
         self.path = path
         self._names = names
+        self._keep: Callable[[dict[str, Any]], bool] | None = lambda line: False
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("", encoding="utf-8")
+
+    def keep(self, num_planned: int, num_measured: int) -> None:
+        """Go on with the log of a run that is resumed.
+
+        Parameters
+        ----------
+        num_planned, num_measured : int
+            Steps of which the plan, and the measurements, stay.
+        """
+        kept = {"plan": num_planned, "measured": num_measured}
+        self._keep = lambda line: line["step"] < kept[line["type"]]
 
     def append(self, planned: PlannedStep) -> None:
         """Add the plan of one step."""
@@ -94,5 +105,22 @@ class PlanLog:
         )
 
     def _write(self, line: dict[str, Any]) -> None:
+        if self._keep is not None:
+            rewrite_lines(self.path, self._keep)
+            self._keep = None
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def rewrite_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Reduce a JSONL file to the lines that are whole and wanted; the file is never half written."""
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            if wanted(json.loads(text)):
+                kept.append(text + "\n")
+        except (ValueError, KeyError):  # cut off when the process was killed
+            continue
+    unfinished = path.with_name(f".{path.name}.new")
+    unfinished.write_text("".join(kept), encoding="utf-8")
+    unfinished.replace(path)

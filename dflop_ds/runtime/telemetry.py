@@ -74,13 +74,21 @@ _COMPUTE_NAMES = frozenset(instruction.__name__ for instruction in compat.COMPUT
 
 
 class Telemetry:
-    """Step records of one engine; see :meth:`attach`."""
+    """Step records of one engine; see :meth:`attach`.
+
+    Attributes
+    ----------
+    steps : deque of StepRecord
+        The last 512.
+    num_steps : int
+        Steps recorded since training began.
+    """
 
     def __init__(self, engine: PipelineEngine) -> None:
         self.engine = engine
         self.steps: collections.deque[StepRecord] = collections.deque(maxlen=_KEPT_STEPS)
         self._current: StepRecord | None = None
-        self._num_steps = 0
+        self.num_steps = 0
         self._clock = _CudaClock() if engine.device.type == "cuda" else _HostClock()
         self._pending: list[tuple[str, int, Any, Any]] = []
         self._counts: collections.Counter[str] = collections.Counter()
@@ -99,8 +107,8 @@ class Telemetry:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Record one optimizer step."""
-        self._num_steps += 1
-        self._current = StepRecord(start_s=time.perf_counter(), number=self._num_steps)
+        self.num_steps += 1
+        self._current = StepRecord(start_s=time.perf_counter(), number=self.num_steps)
         self._pending.clear()
         self._counts.clear()
         self._clock.begin()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.checkpoint import constants
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.utils.tensor_fragment import tensor_fragment
 
 import dflop_ds
 from dflop_ds.runtime import compat
@@ -295,3 +299,38 @@ def test_pipeline_module_takes_what_the_module_passes() -> None:
     source = inspect.getsource(PipelineModule)
     for attribute in ("parts", "tied_modules", "_local_start", "_local_stop", "stage_id", "global_rank"):
         assert f"self.{attribute}" in source
+
+
+def test_partitions_know_their_place() -> None:
+    fields = {field.name for field in dataclasses.fields(tensor_fragment)}
+    assert {"lp_fragment_address", "hp_fragment_address", "param_group_index"} <= fields
+    for optimizer in (BF16_Optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
+        source = inspect.getsource(optimizer)
+        assert "dp_process_group" in source
+        assert "_hp_mapping" in source
+        for key in ("BASE_OPTIMIZER_STATE", "SINGLE_PARTITION_OF_FP32_GROUPS"):
+            assert f"state_dict[{key}]" in source
+    assert constants.OPTIMIZER_STATE_DICT == "optimizer_state_dict"
+    assert constants.BASE_OPTIMIZER_STATE == "base_optimizer_state"
+    assert constants.SINGLE_PARTITION_OF_FP32_GROUPS == "single_partition_of_fp32_groups"
+
+
+def test_a_layer_has_a_file_of_its_own() -> None:
+    source = inspect.getsource(PipelineModule.ckpt_layer_path)
+    assert "layer_{idx:02d}" in source
+    assert "model_states.pt" in source
+
+
+def test_checkpoints_are_written_at_once_by_default() -> None:
+    assert TorchCheckpointEngine().is_decoupled() is False
+
+
+def test_the_store_of_the_process_group(tmp_path: Any) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert not compat.process_group_store().check(["key"])
+        compat.process_group_store().set("key", "1")
+        assert compat.process_group_store().check(["key"])
+    finally:
+        torch.distributed.destroy_process_group()

@@ -61,3 +61,14 @@ def test_metrics_are_complete_lines_after_every_step(tmp_path: Path) -> None:
         metrics.append(line)
         assert [json.loads(text) for text in path.read_text().splitlines()] == lines[:number]
         assert path.read_text().endswith("\n")
+
+
+def test_metrics_of_a_resumed_run_go_on_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old = [{"step": step, "loss": float(step)} for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old) + '{"step": 4, "lo')
+    MetricsFile(path, num_kept=2).append({"step": 3, "loss": 9.0})
+    kept = [json.loads(text) for text in path.read_text().splitlines()]
+    assert kept == [*old[:2], {"step": 3, "loss": 9.0}]
+    MetricsFile(path).append({"step": 1, "loss": 8.0})
+    assert [json.loads(text) for text in path.read_text().splitlines()] == [{"step": 1, "loss": 8.0}]

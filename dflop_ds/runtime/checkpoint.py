@@ -1,0 +1,269 @@
+"""Checkpoints that a crash cannot damage, and from which a run goes on as if nothing had happened.
+
+DeepSpeed writes its own files into a folder with a temporary name; beside them lie ``dflop.json`` (layout,
+position in the data, plans, correction) and one ``dflop-rank*.json`` per rank. The folder then gets its name,
+and ``latest`` names it last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dflop_ds
+from dflop_ds.errors import ConfigError, ModelError
+from dflop_ds.runtime import compat, distributed, optimizer_state, random_state
+from dflop_ds.runtime.saved import MAIN_FILE, RANK_FILES, SCHEMA_VERSION, SavedCheckpoint
+from dflop_ds.scheduling.plan import StepPlan
+from dflop_ds.scheduling.position import SamplerPosition
+
+LATEST = "latest"
+_UNFINISHED = ".saving-"
+_REPLACED = ".replaced-"
+
+
+def save(
+    engine: Any, write: Callable[..., Any], folder: Path, tag: str, *, save_latest: bool, **options: Any
+) -> Any:
+    """Save a checkpoint; a collective call.
+
+    Parameters
+    ----------
+    engine : DflopPipelineEngine
+    write : callable
+        DeepSpeed's own ``save_checkpoint``.
+    folder : Path
+        Holds the checkpoints of a run.
+    tag : str
+        Name of this one, the same on every rank.
+    save_latest : bool
+        Let ``latest`` name it.
+    **options
+        Passed to ``write``.
+
+    Raises
+    ------
+    ConfigError
+        If DeepSpeed is configured to write in the background, or the tag is no plain name.
+    """
+    if not compat.saves_at_once(engine):
+        raise ConfigError(
+            'DeepSpeed must write checkpoints at once, found a decoupled "checkpoint" engine; remove '
+            '"checkpoint.writer" from the configuration.'
+        )
+    if not tag or tag.startswith(".") or "/" in tag:
+        raise ConfigError(f"the tag of a checkpoint must be a plain name, found {tag!r}; choose another.")
+    keeper = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+    if keeper:
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left)
+    unfinished = folder / f"{_UNFINISHED}{tag}"
+    result = write(str(folder), tag=unfinished.name, save_latest=False, **options)
+    distributed.together(lambda: _write_own_files(engine, unfinished, keeper))
+    distributed.together(lambda: _publish(folder, tag, save_latest) if keeper else None)
+    return result
+
+
+def load(
+    engine: Any,
+    read: Callable[..., Any],
+    folder: Path,
+    tag: str | None,
+    *,
+    weights_only: bool,
+    with_optimizer: bool,
+    **options: Any,
+) -> Any:
+    """Load a checkpoint, written with any number of stages and replicas; a collective call.
+
+    Parameters
+    ----------
+    engine : DflopPipelineEngine
+    read : callable
+        DeepSpeed's own ``load_checkpoint``.
+    folder : Path
+        Holds the checkpoints of a run, or is one.
+    tag : str or None
+        By default the one that ``latest`` names.
+    weights_only : bool
+        Neither optimizer state nor position.
+    with_optimizer : bool
+        Also optimizer state.
+    **options
+        Passed to ``read``.
+
+    Returns
+    -------
+    tuple
+        Path and client state, as DeepSpeed's.
+
+    Raises
+    ------
+    ModelError
+        If the checkpoint is incomplete or of another model.
+    ConfigError
+        If the run would go through other samples.
+    """
+    directory = distributed.together(lambda: find(folder, tag))
+    if directory is None or not SavedCheckpoint.exists(directory):
+        # Written by DeepSpeed alone: no position, and its own rules.
+        return read(
+            str(folder), tag, load_module_only=weights_only, load_optimizer_states=with_optimizer, **options
+        )
+    saved = distributed.together(lambda: _checked(engine, directory, weights_only))
+    result = read(
+        str(directory.parent),
+        directory.name,
+        load_module_only=weights_only,
+        load_optimizer_states=False,
+        **options,
+    )
+    if weights_only:
+        return result
+    if with_optimizer:
+        distributed.together(lambda: optimizer_state.restore(engine, saved))
+    _restore_progress(engine, saved)
+    return result
+
+
+def find(folder: Path, tag: str | None = None) -> Path | None:
+    """Directory of a checkpoint; None if there is none.
+
+    Parameters
+    ----------
+    folder : Path
+        Holds the checkpoints of a run, or is one.
+    tag : str, optional
+        By default the one that ``latest`` names.
+
+    Raises
+    ------
+    ModelError
+        If ``latest`` or `tag` names one that does not exist.
+    """
+    if tag is None:
+        if SavedCheckpoint.exists(folder):
+            return folder
+        if not (folder / LATEST).is_file():
+            return None
+        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+    # A crash between the two renames of a replacement leaves the old one under its second name.
+    for directory in (folder / tag, folder / f"{_REPLACED}{tag}"):
+        if directory.is_dir():
+            return directory
+    raise ModelError(
+        f"{folder} must hold the checkpoint {tag!r}, found none; name another tag, or correct {LATEST!r}."
+    )
+
+
+def _write_own_files(engine: Any, directory: Path, keeper: bool) -> None:
+    _write_json(directory / RANK_FILES.format(engine.global_rank), _of_rank(engine))
+    if keeper:
+        _write_json(directory / MAIN_FILE, _of_run(engine))
+
+
+def _publish(folder: Path, tag: str, save_latest: bool) -> None:
+    """Give a complete checkpoint its name, and then name it in ``latest``."""
+    unfinished, final, replaced = (folder / f"{prefix}{tag}" for prefix in (_UNFINISHED, "", _REPLACED))
+    for path in [*unfinished.iterdir(), unfinished]:
+        _flush(path)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    unfinished.rename(final)
+    _flush(folder)
+    if save_latest:
+        pointer = folder / f"{_UNFINISHED}{LATEST}"
+        pointer.write_text(tag, encoding="utf-8")
+        _flush(pointer)
+        pointer.replace(folder / LATEST)
+        _flush(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _of_run(engine: Any) -> dict[str, Any]:
+    """What is the same on every rank."""
+    feed = engine.feed
+    position = None if feed is None else SamplerPosition.of(engine.data_plan.planner, feed.step)
+    model = None if engine.data_plan is None else engine.data_plan.config.model.path
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "dflop_ds": dflop_ds.__version__,
+        "num_ranks": engine.world_size,
+        "model": model and str(Path(model).resolve()),
+        "layout": {
+            "boundaries": [int(bound) for bound in engine.module.parts],
+            "num_replicas": engine.dp_world_size,
+            "layer_kinds": engine.module.layer_kinds,
+        },
+        "position": position and dataclasses.asdict(position),
+        "plans": [] if feed is None else [plan.encode().tolist() for plan in feed.plans],
+        "correction": None if engine.adaptive is None else engine.adaptive.state_dict(),
+    }
+
+
+def _of_rank(engine: Any) -> dict[str, Any]:
+    """What belongs to one rank."""
+    feed, telemetry = engine.feed, engine.telemetry
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "stage": engine.stage_id,
+        "replica": engine.grid.get_data_parallel_rank(),
+        "layers": engine.module.weight_names(),
+        "optimizer": optimizer_state.describe(engine),
+        "random": random_state.capture(engine.device),
+        "planning": None if feed is None else dataclasses.asdict(feed.stats),
+        "num_measured_steps": 0 if telemetry is None else telemetry.num_steps,
+    }
+
+
+def _checked(engine: Any, directory: Path, weights_only: bool) -> SavedCheckpoint:
+    """Open a checkpoint and make sure that this run can go on from it."""
+    saved = SavedCheckpoint(directory)
+    kinds = saved.main["layout"]["layer_kinds"]
+    if kinds != engine.module.layer_kinds:
+        raise ModelError(
+            f"the checkpoint {directory} must be of a model with the {len(engine.module.layer_kinds)} layers "
+            f"of this one, found {len(kinds)} layers; start from what `dflop-ds export` makes of it."
+        )
+    if saved.main["position"] is not None and engine.feed is not None and not weights_only:
+        position = SamplerPosition.from_json(saved.main["position"])
+        position.require_same_sequence(SamplerPosition.of(engine.data_plan.planner, position.step))
+    return saved
+
+
+def _restore_progress(engine: Any, saved: SavedCheckpoint) -> None:
+    position, feed = saved.main["position"], engine.feed
+    if engine.adaptive is not None and saved.main["correction"] is not None:
+        engine.adaptive.load_state_dict(saved.main["correction"])
+    if position is not None and feed is not None:
+        plans = [StepPlan.decode(plan) for plan in saved.main["plans"]]
+        same = all(plan.num_replicas == engine.dp_world_size for plan in plans)
+        feed.go_to(position["step"], plans if same else [])
+        engine.restart_after(position["step"])
+    if len(saved.ranks) != engine.world_size:
+        return
+    own = saved.ranks[engine.global_rank]
+    if feed is not None and own["planning"] is not None:
+        feed.stats = type(feed.stats)(**own["planning"])
+    if engine.telemetry is not None:
+        engine.telemetry.num_steps = own["num_measured_steps"]
+    random_state.restore(own["random"], engine.device)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    """Make sure that a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,180 @@
+"""Reading a checkpoint by parameter name, whatever the ranks were that wrote it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflop_ds.errors import ModelError
+
+SCHEMA_VERSION = 1
+MAIN_FILE = "dflop.json"
+RANK_FILES = "dflop-rank{:05d}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedParameter:
+    """What the optimizer of a checkpoint knew of one parameter.
+
+    Attributes
+    ----------
+    master : Tensor or None
+        fp32 weights, shape (numel,); None where the optimizer worked on the model's own weights.
+    state : dict
+        Optimizer state by key: tensors of shape (numel,) for what is kept per element, anything else as
+        it was saved.
+    options : dict
+        Options of its parameter group, such as "lr".
+    """
+
+    master: torch.Tensor | None
+    state: dict[str, Any]
+    options: dict[str, Any]
+
+
+class SavedCheckpoint:
+    """One checkpoint directory.
+
+    Parameters
+    ----------
+    directory : Path
+        Holds ``dflop.json`` beside DeepSpeed's files.
+
+    Raises
+    ------
+    ModelError
+        If it is no checkpoint of dflop_ds, incomplete or of another schema.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.main = self._json(MAIN_FILE)
+        self.ranks = [self._json(RANK_FILES.format(rank)) for rank in range(int(self.main["num_ranks"]))]
+        self._opened: dict[str, Any] = {}
+        self._pieces: dict[str, list[tuple[str, list[int]]]] = {}
+        for name, by_stage in self._pieces_by_stage().items():
+            self._pieces[name] = by_stage[min(by_stage)]
+
+    @staticmethod
+    def exists(directory: Path) -> bool:
+        """Whether a directory is a complete checkpoint of dflop_ds."""
+        return (directory / MAIN_FILE).is_file()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return int(self.main["layout"]["boundaries"][-1])
+
+    def layer_names(self, layer: int) -> dict[str, str]:
+        """Hugging Face name of each weight of a layer by its local name; empty if it shares another's."""
+        for rank in self.ranks:
+            if str(layer) in rank["layers"]:
+                return dict(rank["layers"][str(layer)])
+        return {}
+
+    def layer_weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """Weights of a layer by local name, as they were trained; empty if it shares another's.
+
+        Raises
+        ------
+        ModelError
+            If the file of the layer is gone.
+        """
+        if not self.layer_names(layer):
+            return {}
+        found = sorted(self.directory.glob(f"layer_{layer:02d}-*model_states.pt"))
+        if not found:
+            raise ModelError(
+                f"{self.directory} must hold the weights of layer {layer}, found no file; use a complete "
+                "checkpoint."
+            )
+        return dict(_open(found[0]))
+
+    def names(self) -> Iterator[str]:
+        """Parameters that have optimizer state."""
+        return iter(self._pieces)
+
+    def parameter(self, name: str) -> SavedParameter | None:
+        """State of a parameter by its name in the pipeline module; None if it was not trained."""
+        pieces = self._pieces.get(name)
+        if pieces is None:
+            return None
+        if len(pieces[0][1]) == 2:
+            file, (group, index) = pieces[0]
+            saved = self._file(file)["optimizer"]
+            return SavedParameter(
+                None, _flattened(saved["state"].get(index, {})), _options(saved["param_groups"][group])
+            )
+        return self._joined(pieces)
+
+    def _joined(self, pieces: list[tuple[str, list[int]]]) -> SavedParameter:
+        """Put a parameter together from the partitions that hold parts of it."""
+        numel = sum(piece[3] for _, piece in pieces)
+        joined: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        for file, (group, start, own_start, length) in pieces:
+            saved = self._file(file)["optimizer_state_dict"]
+            base = saved["base_optimizer_state"]
+            state = base[group] if isinstance(base, list) else base["state"].get(group, {})
+            options = {} if isinstance(base, list) else _options(base["param_groups"][group])
+            flat = saved["single_partition_of_fp32_groups"][group]
+            for key, value in {"": flat, **state}.items():
+                if not (isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) >= len(flat)):
+                    joined[key] = value
+                    continue
+                if key not in joined:
+                    joined[key] = torch.empty(numel, dtype=value.dtype)
+                joined[key][own_start : own_start + length] = value[start : start + length]
+        return SavedParameter(joined.pop(""), joined, options)
+
+    def _pieces_by_stage(self) -> dict[str, dict[int, list[tuple[str, list[int]]]]]:
+        pieces: dict[str, dict[int, list[tuple[str, list[int]]]]] = collections.defaultdict(dict)
+        for rank in self.ranks:
+            saved = rank["optimizer"]
+            for name, piece in saved["parameters"].items():
+                pieces[name].setdefault(rank["stage"], []).append((saved["file"], piece))
+        return pieces
+
+    def _file(self, name: str) -> Any:
+        if name not in self._opened:
+            self._opened[name] = _open(self.directory / name)
+        return self._opened[name]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"a checkpoint must hold {name}, found {error}; name the folder of one checkpoint, as "
+                "written by engine.save_checkpoint()."
+            ) from error
+        if content.get("schema_version") != SCHEMA_VERSION:
+            raise ModelError(
+                f"{path} must have schema_version {SCHEMA_VERSION}, found {content.get('schema_version')!r}; "
+                "read it with the dflop_ds that wrote it."
+            )
+        return dict(content)
+
+
+def _open(path: Path) -> Any:
+    """A file of DeepSpeed, with its tensors left on disk until they are used."""
+    # DeepSpeed's own files hold objects beside tensors; a checkpoint is as trusted as a program.
+    return torch.load(str(path), map_location="cpu", mmap=True, weights_only=False)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _flattened(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.flatten() if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+        for key, value in state.items()
+    }
