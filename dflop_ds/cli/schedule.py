@@ -15,6 +15,7 @@ from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts
 from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.errors import ConfigError
 from dflop_ds.families import model_dims
+from dflop_ds.flops import ModelDims
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.scheduling.plan_log import audit, read_plan_log
 from dflop_ds.scheduling.problem import Problem, imbalance
@@ -77,8 +78,7 @@ def sample_costs(table: ShapeTable, arguments: argparse.Namespace) -> SampleCost
     """Predicted seconds of every sample in every stage of the pipeline that the profile balances."""
     config = read_json(arguments.model, "model config")
     dims = model_dims(config)
-    layers = ["vision_embed", *dims.vision.layer_kinds, "projector", "token_embed"]
-    layers += [*["decoder_block"] * dims.llm.num_layers, "norm", "head"]
+    layers = model_layers(dims)
     model = LayerCostModel().fit(ProfileTable.load(arguments.profile).rows, dims)
     num_bins = max(1, arguments.num_replicas * arguments.num_microbatches)
     bins = [part.tolist() for part in np.array_split(np.arange(len(table)), num_bins) if len(part)]
@@ -86,6 +86,12 @@ def sample_costs(table: ShapeTable, arguments: argparse.Namespace) -> SampleCost
     edges = balanced_split(layers, times_s, arguments.num_stages)
     stages = [layers[start:end] for start, end in itertools.pairwise(edges)]
     return CostModel(model, stages).sample_costs(table, samples_per_bin=max(1.0, len(table) / num_bins))
+
+
+def model_layers(dims: ModelDims) -> list[str]:
+    """Kind of every pipeline layer of a model, in order."""
+    layers = ["vision_embed", *dims.vision.layer_kinds, "projector", "token_embed"]
+    return [*layers, *["decoder_block"] * dims.llm.num_layers, "norm", "head"]
 
 
 def _problem(table: ShapeTable, costs: SampleCosts, arguments: argparse.Namespace) -> Problem:

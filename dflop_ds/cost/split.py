@@ -8,12 +8,68 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from dflop_ds.config import DflopConfig
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
 from dflop_ds.cost.model import LayerCostModel
-from dflop_ds.errors import CostModelError
+from dflop_ds.errors import ConfigError, CostModelError
+from dflop_ds.shapes import ShapeTable
 
 _RESOLUTION = 1 << 40
 """Times are compared as whole parts of their sum: equal layers then give exactly equal stages."""
+
+_DRAWN_BINS = 256
+
+
+def configured_boundaries(
+    config: DflopConfig,
+    layer_kinds: Sequence[str],
+    num_stages: int,
+    model: LayerCostModel | None,
+    table: ShapeTable,
+    samples_per_bin: int,
+) -> list[int] | None:
+    """Layer indices at which the stages begin, by ``dflop.parallel.split``.
+
+    Parameters
+    ----------
+    config : DflopConfig
+    layer_kinds : sequence of str
+        Kind of every layer, in pipeline order.
+    num_stages : int
+    model : LayerCostModel or None
+        Needed by the split "auto", which balances the mean over microbatches drawn from `table`.
+    table : ShapeTable
+        The training data.
+    samples_per_bin : int
+        Samples of a mean microbatch.
+
+    Returns
+    -------
+    list of int, length num_stages + 1, or None
+        ``None`` leaves the split to DeepSpeed (``parameters`` or ``uniform``).
+
+    Raises
+    ------
+    ConfigError
+        If a given split does not place all layers, or "auto" has no cost model.
+    """
+    split = config.parallel.split
+    if isinstance(split, list):
+        if sum(split) != len(layer_kinds):
+            raise ConfigError(
+                f"dflop.parallel.split must place all {len(layer_kinds)} layers, found {split} "
+                f'(sum {sum(split)}); correct it or use "auto".'
+            )
+        return [0, *itertools.accumulate(split)]
+    if split != "auto":
+        return None
+    if model is None:
+        raise ConfigError('dflop.parallel.split "auto" needs a cost model; profile the model first.')
+    rng = np.random.default_rng(config.seed)
+    size = min(samples_per_bin, len(table))
+    bins = [rng.choice(len(table), size=size, replace=False).tolist() for _ in range(_DRAWN_BINS)]
+    times_s = expected_layer_times(model, layer_kinds, MicrobatchFeatures.from_bins(table, bins))
+    return balanced_split(layer_kinds, times_s, num_stages)
 
 
 def expected_layer_times(

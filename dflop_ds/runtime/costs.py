@@ -1,4 +1,4 @@
-"""Predicted layer times for this run, and the stage boundaries that follow from them."""
+"""Predicted layer times for this run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
 
 from dflop_ds.config import DflopConfig, uses_bf16
-from dflop_ds.cost.features import MicrobatchFeatures
 from dflop_ds.cost.model import LayerCostModel
-from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.data.probed import ProbedDataset
-from dflop_ds.errors import ConfigError, CostModelError
+from dflop_ds.errors import CostModelError
 from dflop_ds.families import model_dims
 from dflop_ds.flops import ModelDims
 from dflop_ds.models.layers import LayerPlan
@@ -35,7 +32,6 @@ from dflop_ds.runtime.loss import packed_loss
 logger = logging.getLogger(__name__)
 
 _PROFILED_SHAPES = 64
-_SPLIT_BINS = 256
 
 
 def compute_dtype(ds_config: dict[str, Any]) -> torch.dtype:
@@ -155,40 +151,6 @@ def layer_cost_model(
         return json.dumps(LayerCostModel().fit(table.rows, dims).to_dict()).encode()
 
     return LayerCostModel.from_dict(json.loads(distributed.on_first_rank(fit)))
-
-
-def stage_boundaries(
-    config: DflopConfig,
-    layer_kinds: Sequence[str],
-    num_stages: int,
-    layer_model: LayerCostModel | None,
-    probed: ProbedDataset,
-    samples_per_bin: int,
-) -> list[int] | None:
-    """Layer indices at which the stages begin, by ``dflop.parallel.split``.
-
-    Returns
-    -------
-    list of int, length num_stages + 1, or None
-        ``None`` leaves the split to DeepSpeed (``parameters`` or ``uniform``).
-    """
-    split = config.parallel.split
-    if isinstance(split, list):
-        if sum(split) != len(layer_kinds):
-            raise ConfigError(
-                f"dflop.parallel.split must place all {len(layer_kinds)} layers, found {split} "
-                f'(sum {sum(split)}); correct it or use "auto".'
-            )
-        return np.cumsum([0, *split]).tolist()
-    if split != "auto":
-        return None
-    if layer_model is None:
-        raise ConfigError('dflop.parallel.split "auto" needs a cost model; profile the model first.')
-    rng = np.random.default_rng(config.seed)
-    size = min(samples_per_bin, len(probed.table))
-    bins = [rng.choice(len(probed.table), size=size, replace=False).tolist() for _ in range(_SPLIT_BINS)]
-    times_s = expected_layer_times(layer_model, layer_kinds, MicrobatchFeatures.from_bins(probed.table, bins))
-    return balanced_split(layer_kinds, times_s, num_stages)
 
 
 def _named_profile(config: DflopConfig, expected: Fingerprint) -> ProfileTable | None:

@@ -21,7 +21,6 @@ from dflop_ds.runtime import compat, distributed
 from dflop_ds.runtime.engine import DataPlan, DflopPipelineEngine
 from dflop_ds.runtime.shared_memory import forget_segment_names
 from dflop_ds.runtime.versions import require_supported_deepspeed
-from dflop_ds.scheduling.order import EpochOrder
 from dflop_ds.scheduling.planner import StepPlanner
 
 logger = logging.getLogger(__name__)
@@ -125,30 +124,13 @@ def make_data_plan(
     num_stages = model.num_pipeline_stages()
     num_replicas = dist.get_world_size() // num_stages
     sizes = BatchSizes.from_ds_config(ds_config, num_replicas)
-    order = EpochOrder(
-        num_samples=len(dataset.table),
-        batch_size=sizes.train_batch_size,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        tail=config.data.tail,
-    )
-    planner = StepPlanner(
+    planner = StepPlanner.from_config(
+        config,
+        sizes,
         table=dataset.table,
         rows=dataset.rows,
-        order=order,
         num_replicas=num_replicas,
-        num_microbatches=sizes.num_microbatches,
-        micro_batch_size=sizes.micro_batch_size,
         costs=_sample_costs(config, model, dataset, sizes),
-        policy=config.scheduler.policy,
-        reduction=config.loss.reduction,
-        max_tokens=config.scheduler.max_tokens_per_microbatch,
-        max_encoder_inputs=config.scheduler.max_encoder_inputs_per_microbatch,
-        reorder=config.scheduler.order,
-        deterministic_time_s=config.scheduler.deterministic_time_s,
-        seed=config.seed,
-        min_gain=config.scheduler.min_gain,
-        num_workers=config.scheduler.solver_workers,
     )
     return DataPlan(config, planner)
 

@@ -101,6 +101,7 @@ class PlanLog:
                 replica=replica,
                 step_time_s=record.duration_s,
                 microbatch_s=[times_s[index] for index in sorted(times_s)],
+                passes=[(r.name, r.microbatch, r.start_s, r.duration_s) for r in record.compute()],
             )
         )
 

@@ -20,7 +20,7 @@ from dflop_ds.config import BatchSizes, DflopConfig, validate_for_pipeline
 from dflop_ds.cost.features import ENCODER_KINDS, MicrobatchFeatures
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.quantiles import whole_microbatches
-from dflop_ds.cost.split import balanced_split, expected_layer_times
+from dflop_ds.cost.split import balanced_split, configured_boundaries, expected_layer_times
 from dflop_ds.data.collate import PackedCollator
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.data.probe import ProbeResult, probe
@@ -90,8 +90,13 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
     if config.enabled:
         layer_model = _cost_model(ds_config, config, model_config, plans, dataset, collate_fn, sizes)
         boundaries = distributed.together(
-            lambda: costs.stage_boundaries(
-                config, [p.kind for p in plans], num_stages, layer_model, dataset, sizes.micro_batch_size
+            lambda: configured_boundaries(
+                config,
+                [plan.kind for plan in plans],
+                num_stages,
+                layer_model,
+                dataset.table,
+                sizes.micro_batch_size,
             )
         )
     model = build_module(config, model_config, plans, num_stages, boundaries)

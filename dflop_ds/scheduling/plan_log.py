@@ -46,7 +46,13 @@ def plan_line(planned: PlannedStep, names: Mapping[int, str]) -> dict[str, Any]:
 
 
 def measured_line(
-    step: int, *, stage: int, replica: int, step_time_s: float, microbatch_s: Sequence[float]
+    step: int,
+    *,
+    stage: int,
+    replica: int,
+    step_time_s: float,
+    microbatch_s: Sequence[float],
+    passes: Sequence[tuple[str, int, float, float]] = (),
 ) -> dict[str, Any]:
     """What is logged of a step that ran, as one rank measured it.
 
@@ -58,6 +64,8 @@ def measured_line(
     step_time_s : float
     microbatch_s : sequence of float, length num_microbatches
         Forward plus backward seconds of each microbatch in this stage.
+    passes : sequence of (instruction, microbatch, start_s, duration_s)
+        Every forward and backward of this rank, from the start of the step.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -67,6 +75,7 @@ def measured_line(
         "replica": replica,
         "step_time_s": step_time_s,
         "microbatch_s": list(microbatch_s),
+        "passes": [list(each) for each in passes],
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dflop_ds.config import BatchSizes, DflopConfig
 from dflop_ds.cost.model import SampleCosts
 from dflop_ds.errors import InfeasibleError, SchedulingError
 from dflop_ds.scheduling.order import EpochOrder, GlobalBatch
@@ -105,6 +106,44 @@ class StepPlanner:
     min_gain: float = 0.0
     num_workers: int = 1
     replica_speeds: tuple[float, ...] = ()
+
+    @classmethod
+    def from_config(
+        cls,
+        config: DflopConfig,
+        sizes: BatchSizes,
+        *,
+        table: ShapeTable,
+        rows: npt.NDArray[np.int64],
+        num_replicas: int,
+        costs: SampleCosts | None,
+    ) -> StepPlanner:
+        """Planner of a run with this configuration; the other parameters are attributes of the class."""
+        order = EpochOrder(
+            num_samples=len(table),
+            batch_size=sizes.train_batch_size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            tail=config.data.tail,
+        )
+        return cls(
+            table=table,
+            rows=rows,
+            order=order,
+            num_replicas=num_replicas,
+            num_microbatches=sizes.num_microbatches,
+            micro_batch_size=sizes.micro_batch_size,
+            costs=costs,
+            policy=config.scheduler.policy,
+            reduction=config.loss.reduction,
+            max_tokens=config.scheduler.max_tokens_per_microbatch,
+            max_encoder_inputs=config.scheduler.max_encoder_inputs_per_microbatch,
+            reorder=config.scheduler.order,
+            deterministic_time_s=config.scheduler.deterministic_time_s,
+            seed=config.seed,
+            min_gain=config.scheduler.min_gain,
+            num_workers=config.scheduler.solver_workers,
+        )
 
     def plan(self, step: int) -> PlannedStep:
         """Plan of optimizer step ``step``, by the configured policy."""

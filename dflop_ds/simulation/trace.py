@@ -8,8 +8,11 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from dflop_ds.errors import SchedulingError
 from dflop_ds.simulation.pipeline import PipelineResult
+from dflop_ds.simulation.step import StepResult
 
 SCHEMA_VERSION = 1
 
@@ -30,6 +33,8 @@ class TraceEvent:
         Seconds from the start of the trace.
     args : mapping of str to JSON values
         Shown when the bar is selected.
+    source : str
+        Where the times are from, such as "predicted"; bars of another source have rows of their own.
     """
 
     name: str
@@ -39,6 +44,7 @@ class TraceEvent:
     start_s: float
     duration_s: float
     args: Mapping[str, str | int | float | bool | None] = dataclasses.field(default_factory=dict)
+    source: str = ""
 
 
 def pipeline_events(result: PipelineResult, *, replica: int = 0) -> list[TraceEvent]:
@@ -56,10 +62,26 @@ def pipeline_events(result: PipelineResult, *, replica: int = 0) -> list[TraceEv
     return events
 
 
+def step_events(result: StepResult, *, case: int = 0, source: str = "predicted") -> list[TraceEvent]:
+    """Events of one simulated step; stages are counted over all modules."""
+    events = []
+    for module, first_stage in zip(result.modules, result.grid.first_stages, strict=False):
+        for name, starts_s, ends_s in (
+            ("forward", module.forward_start_s[case], module.forward_end_s[case]),
+            ("backward", module.backward_start_s[case], module.backward_end_s[case]),
+        ):
+            for (replica, stage, microbatch), start_s in np.ndenumerate(starts_s):
+                duration_s = float(ends_s[replica, stage, microbatch] - start_s)
+                place = (first_stage + stage, replica, microbatch)
+                bar = f"{name} {microbatch}"
+                events.append(TraceEvent(bar, *place, float(start_s), duration_s, source=source))
+    return events
+
+
 def write_trace(path: str | Path, events: Iterable[TraceEvent], *, title: str) -> None:
     """Write a trace that Perfetto and chrome://tracing open.
 
-    Each replica is a process and each of its stages a thread, with names.
+    Each replica of each source is a process and each of its stages a thread, with names.
 
     Parameters
     ----------
@@ -80,8 +102,9 @@ def write_trace(path: str | Path, events: Iterable[TraceEvent], *, title: str) -
                 f"trace times must be finite and durations not negative, found start {event.start_s} s "
                 f"and duration {event.duration_s} s of event {event.name!r}. Correct the times."
             )
+    processes = _process_ids(bars)
     document = {
-        "traceEvents": _names(bars) + [_bar(event) for event in bars],
+        "traceEvents": _names(bars) + [_bar(event, processes) for event in bars],
         "displayTimeUnit": "ms",
         "otherData": {"schema_version": SCHEMA_VERSION, "title": title},
     }
@@ -94,25 +117,35 @@ def write_trace(path: str | Path, events: Iterable[TraceEvent], *, title: str) -
     Path(path).write_text(text, encoding="utf-8")
 
 
+def _process_ids(events: list[TraceEvent]) -> dict[tuple[str, int], int]:
+    """Process of each (source, replica): replicas in order, below them those of the next source."""
+    sources = list(dict.fromkeys(event.source for event in events))
+    stride = 1 + max((event.replica for event in events), default=0)
+    return {
+        (event.source, event.replica): sources.index(event.source) * stride + event.replica
+        for event in events
+    }
+
+
 def _names(events: list[TraceEvent]) -> list[dict[str, object]]:
     names: list[dict[str, object]] = []
-    for replica in sorted({event.replica for event in events}):
-        names.append(
-            {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}}
-        )
-        for stage in sorted({event.stage for event in events if event.replica == replica}):
-            where: dict[str, object] = {"ph": "M", "pid": replica, "tid": stage}
+    for (source, replica), process in sorted(_process_ids(events).items(), key=lambda item: item[1]):
+        title = f"{source} replica {replica}".strip()
+        names.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}})
+        stages = {event.stage for event in events if (event.source, event.replica) == (source, replica)}
+        for stage in sorted(stages):
+            where: dict[str, object] = {"ph": "M", "pid": process, "tid": stage}
             names.append({**where, "name": "thread_name", "args": {"name": f"stage {stage}"}})
             names.append({**where, "name": "thread_sort_index", "args": {"sort_index": stage}})
     return names
 
 
-def _bar(event: TraceEvent) -> dict[str, object]:
+def _bar(event: TraceEvent, process_ids: Mapping[tuple[str, int], int]) -> dict[str, object]:
     return {
         "ph": "X",
         "name": event.name,
         "cat": event.name.split(" ", maxsplit=1)[0],
-        "pid": event.replica,
+        "pid": process_ids[event.source, event.replica],
         "tid": event.stage,
         "ts": event.start_s * _MICROSECONDS,
         "dur": event.duration_s * _MICROSECONDS,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dflop_ds.config import DflopConfig
+from dflop_ds.cost.split import configured_boundaries
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError
 from dflop_ds.profiling.selection import choose_microbatches
-from dflop_ds.runtime.costs import stage_boundaries
 from dflop_ds.runtime.setup import resolve_stages
 from dflop_ds.shapes import SampleShape, ShapeTable
 
@@ -52,18 +52,18 @@ def test_ranks_must_be_a_multiple_of_the_stages(stages: int, world_size: int) ->
 )
 def test_a_list_gives_the_layers_of_each_stage(split: list[int], expected: list[int], probed) -> None:
     config = _config(split=split, pipeline_stages=len(split))
-    assert stage_boundaries(config, KINDS, len(split), None, probed, 2) == expected
+    assert configured_boundaries(config, KINDS, len(split), None, probed.table, 2) == expected
 
 
 @pytest.mark.parametrize("split", [[3, 3], [3, 5]])
 def test_a_list_with_another_sum_is_refused(split: list[int], probed) -> None:
     with pytest.raises(ConfigError, match=rf"all 7 layers, found \{split}.*sum {sum(split)}"):
-        stage_boundaries(_config(split=split, pipeline_stages=2), KINDS, 2, None, probed, 2)
+        configured_boundaries(_config(split=split, pipeline_stages=2), KINDS, 2, None, probed.table, 2)
 
 
 @pytest.mark.parametrize("split", ["parameters", "uniform"])
 def test_the_rules_of_deepspeed_are_left_to_it(split: str, probed) -> None:
-    assert stage_boundaries(_config(split=split), KINDS, 2, None, probed, 2) is None
+    assert configured_boundaries(_config(split=split), KINDS, 2, None, probed.table, 2) is None
 
 
 class _Times:
@@ -81,13 +81,13 @@ def test_auto_balances_predicted_times(probed) -> None:
     kinds = ["vision_embed", "vision_block", "vision_block", "projector", "token_embed", "decoder_block"]
     model = _Times(vision_embed=1, vision_block=4, projector=1, token_embed=1, decoder_block=5)
     # 1 4 4 1 1 5: cut into 9 and 7; into 5, 5 and 6.
-    assert stage_boundaries(_config(split="auto"), kinds, 2, model, probed, 4) == [0, 3, 6]
-    assert stage_boundaries(_config(split="auto"), kinds, 3, model, probed, 4) == [0, 2, 4, 6]
+    assert configured_boundaries(_config(split="auto"), kinds, 2, model, probed.table, 4) == [0, 3, 6]
+    assert configured_boundaries(_config(split="auto"), kinds, 3, model, probed.table, 4) == [0, 2, 4, 6]
 
 
 def test_auto_needs_a_cost_model(probed) -> None:
     with pytest.raises(ConfigError, match=r'split "auto" needs a cost model'):
-        stage_boundaries(_config(split="auto"), KINDS, 2, None, probed, 2)
+        configured_boundaries(_config(split="auto"), KINDS, 2, None, probed.table, 2)
 
 
 def _table(num_samples: int) -> ShapeTable:

@@ -1,0 +1,252 @@
+"""``dflop-ds simulate``: what a training configuration will do, step by step, from files alone."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+
+from dflop_ds.cli.schedule import model_layers
+from dflop_ds.cli.timeline import draw_timeline
+from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, uses_bf16
+from dflop_ds.config.deepspeed_json import BATCH_KEYS
+from dflop_ds.cost.files import read_json
+from dflop_ds.cost.memory import MemoryModel
+from dflop_ds.cost.model import LayerCostModel
+from dflop_ds.cost.split import configured_boundaries
+from dflop_ds.errors import ConfigError, CostModelError
+from dflop_ds.families import model_dims
+from dflop_ds.planning.what_if import Model, SimulatedStep, WhatIf
+from dflop_ds.profiling.table import ProfileTable
+from dflop_ds.scheduling.plan_log import LoggedStep, read_plan_log
+from dflop_ds.scheduling.solve import POLICIES
+from dflop_ds.shapes import ShapeTable
+from dflop_ds.simulation.critical import critical_path
+from dflop_ds.simulation.network import Link, ring_all_reduce_s
+from dflop_ds.simulation.trace import TraceEvent, step_events, write_trace
+from dflop_ds.simulation.work import Network, StepEnd
+
+_PASSES = {"ForwardPass": "forward", "BackwardPass": "backward"}
+_NUM_CULPRITS = 3
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb to the parser of ``dflop-ds``."""
+    parser = verbs.add_parser("simulate", help="predict the steps of a training configuration")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="DeepSpeed JSON with a dflop block")
+    parser.add_argument("--shapes", type=Path, required=True, metavar="FILE", help="shapes of the data (NPZ)")
+    parser.add_argument(
+        "--profile", type=Path, required=True, metavar="FILE", help="profile from `dflop-ds profile model`"
+    )
+    parser.add_argument("--model", type=Path, metavar="FILE", help="config.json; default: dflop.model.path")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps to simulate; default: 8")
+    parser.add_argument(
+        "--num-replicas", type=int, metavar="R", help="default: what the three batch sizes of PLAN imply"
+    )
+    parser.add_argument("--policy", choices=POLICIES, help="instead of dflop.scheduler.policy")
+    parser.add_argument("--latency-us", type=float, default=0.0, help="of a message between stages")
+    parser.add_argument("--bandwidth-gb-s", type=float, default=math.inf, help="of a link, GB/s")
+    parser.add_argument("--blocking-sends", action="store_true", help="senders wait for their receivers")
+    parser.add_argument(
+        "--plan-log", type=Path, metavar="FILE", help="simulate its steps, beside what it measured"
+    )
+    parser.add_argument("--trace-step", type=int, default=0, metavar="K", help="which of the N; default: 0")
+    parser.add_argument("--trace", type=Path, metavar="OUT", help="write that step for Perfetto (JSON)")
+    parser.add_argument("--png", type=Path, metavar="OUT", help="write that step as a picture")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, print the tables, write the trace and the picture."""
+    if arguments.steps < 1 or not 0 <= arguments.trace_step < arguments.steps:
+        raise ConfigError(
+            f"--steps must be at least 1 and --trace-step below it, found {arguments.steps} and "
+            f"{arguments.trace_step}. Correct them."
+        )
+    log = [] if arguments.plan_log is None else read_plan_log(arguments.plan_log)[: arguments.steps]
+    what_if = open_plan(arguments)
+    if arguments.plan_log is None:
+        steps = [what_if.step(number) for number in range(arguments.steps)]
+    else:
+        steps = [what_if.logged(step) for step in log]
+    _print_steps(what_if, steps, log)
+    if steps:
+        chosen = min(arguments.trace_step, len(steps) - 1)
+        _print_stages(what_if, steps)
+        _print_critical_path(what_if, steps[chosen])
+        _write(arguments, steps[chosen], log[chosen] if log else None)
+    return 0
+
+
+def open_plan(arguments: argparse.Namespace) -> WhatIf:
+    """Read everything that a simulation needs."""
+    ds_config = load_ds_config(arguments.plan)
+    config = parse_dflop(ds_config)
+    if arguments.policy is not None:
+        scheduler = config.scheduler.model_copy(update={"policy": arguments.policy})
+        config = config.model_copy(update={"scheduler": scheduler})
+    num_stages = config.parallel.pipeline_stages
+    if not isinstance(num_stages, int):
+        raise ConfigError(
+            'a simulation needs dflop.parallel.pipeline_stages as a number, found "auto". Set it in the plan.'
+        )
+    num_replicas = arguments.num_replicas or _implied_replicas(ds_config)
+    sizes = BatchSizes.from_ds_config(ds_config, num_replicas)
+    table = ShapeTable.load(arguments.shapes)
+    profile = ProfileTable.load(arguments.profile)
+    model = _model(arguments, config, profile, bf16=uses_bf16(ds_config))
+    boundaries = configured_boundaries(
+        config, model.layers, num_stages, model.times, table, sizes.micro_batch_size
+    )
+    if boundaries is None:
+        raise ConfigError(
+            f"a simulation needs dflop.parallel.split as a list or as auto, found {config.parallel.split!r}, "
+            "which DeepSpeed resolves when it starts. Give the number of layers of each stage."
+        )
+    link = Link(1e-6 * arguments.latency_us, 1e9 * arguments.bandwidth_gb_s)
+    parameters = [
+        sum(profile.parameters.get(kind, 0) for kind in model.layers[start:stop])
+        for start, stop in itertools.pairwise(boundaries)
+    ]
+    reduce_s = ring_all_reduce_s(np.multiply(parameters, model.value_bytes), num_replicas, link)
+    return WhatIf(
+        config,
+        sizes,
+        num_replicas,
+        boundaries=boundaries,
+        table=table,
+        model=model,
+        network=Network(link, "rendezvous" if arguments.blocking_sends else "overlapped"),
+        end=StepEnd(reduce_s=reduce_s),
+    )
+
+
+def _implied_replicas(ds_config: dict[str, object]) -> int:
+    train, micro, steps = (ds_config.get(key) for key in BATCH_KEYS)
+    if isinstance(train, int) and isinstance(micro, int) and isinstance(steps, int):
+        return max(1, train // (max(1, micro) * max(1, steps)))
+    raise ConfigError(
+        f"the number of replicas must follow from {', '.join(BATCH_KEYS)}, found not all three of them. "
+        "Give --num-replicas."
+    )
+
+
+def _model(arguments: argparse.Namespace, config: DflopConfig, profile: ProfileTable, *, bf16: bool) -> Model:
+    path = arguments.model
+    if path is None:
+        if config.model.path is None:
+            raise ConfigError(
+                "the model's config.json must be given; found null in dflop.model.path. Give --model."
+            )
+        path = Path(config.model.path) / "config.json"
+    dims = model_dims(read_json(path, "model config"))
+    value_bytes = 2 if profile.fingerprint.dtype == "bfloat16" else 4
+    try:
+        memory = MemoryModel(profile.rows, profile.parameters, dims, value_bytes)
+    except CostModelError as error:
+        print(f"memory and message sizes are left out: {error}")
+        memory = None
+    return Model(
+        layers=tuple(model_layers(dims)),
+        times=LayerCostModel().fit(profile.rows, dims),
+        memory=memory,
+        value_bytes=2 if bf16 else 4,
+        activation_checkpointing=config.parallel.activation_checkpointing,
+    )
+
+
+def _print_steps(what_if: WhatIf, steps: list[SimulatedStep], log: list[LoggedStep]) -> None:
+    sizes = what_if.sizes
+    print(
+        f"PREDICTED steps: {len(what_if.stages)} stages x {what_if.num_replicas} replicas, "
+        f"{sizes.num_microbatches} microbatches of {sizes.micro_batch_size} samples on average"
+    )
+    measured = {
+        step.plan.step: max(line["step_time_s"] for line in step.measured) for step in log if step.measured
+    }
+    print(f"{'step':>5}{'predicted s':>13}{'data-blind s':>14}{'bubble':>9}{'measured s':>12}{'error':>8}")
+    for step in steps:
+        blind = "" if step.blind_s is None else f"{step.blind_s:.4g}"
+        line = f"{step.number:>5}{step.step_time_s:>13.4g}{blind:>14}{step.result.bubble_fraction[0]:>9.1%}"
+        took_s = measured.get(step.number)
+        if took_s is not None:
+            line += f"{took_s:>12.4g}{step.step_time_s / took_s - 1.0:>+8.1%}"
+        print(line)
+    if not steps:
+        return
+    total_s = sum(step.step_time_s for step in steps)
+    rows = [row for step in steps for members in step.bins for row in members]
+    rate = float(what_if.table.llm_tokens[rows].sum()) / (len(what_if.stages) * what_if.num_replicas)
+    line = f"mean step {total_s / len(steps):.4g} s, {rate / max(total_s, 1e-300):.4g} LLM tokens/s per rank"
+    blinds = [step.blind_s for step in steps if step.blind_s is not None]
+    if blinds and total_s > 0:
+        line += f"; data-blind {np.mean(blinds):.4g} s, {sum(blinds) / total_s:.3f}x"
+    print(line)
+
+
+def _print_stages(what_if: WhatIf, steps: list[SimulatedStep]) -> None:
+    found = [step.result.modules[0] for step in steps]
+    busy_s = np.mean([each.busy_s[0].mean(axis=0) for each in found], axis=0)
+    idle_s = np.mean([each.idle_s[0].mean(axis=0) for each in found], axis=0)
+    kept = [each.peak_activation_bytes for each in found if each.peak_activation_bytes is not None]
+    peaks = [each[0].max(axis=0) for each in kept]
+    print(f"\n{'stage':>5}{'layers':>8}{'busy s':>10}{'idle':>8}{'peak activations MB':>21}")
+    for stage, layers in enumerate(what_if.stages):
+        share = idle_s[stage] / max(busy_s[stage] + idle_s[stage], 1e-300)
+        peak = f"{np.max(peaks, axis=0)[stage] / 1e6:.1f}" if peaks else ""
+        print(f"{stage:>5}{len(layers):>8}{busy_s[stage]:>10.4g}{share:>8.1%}{peak:>21}")
+
+
+def _print_critical_path(what_if: WhatIf, step: SimulatedStep) -> None:
+    path = critical_path(step.result)
+    print(f"\ncritical path of step {step.number}: microbatches on it that take longer than the average")
+    for each in path.culprits[:_NUM_CULPRITS]:
+        if each.excess_s <= 0:
+            break
+        members = step.bins[each.replica * len(step.bins) // what_if.num_replicas + each.microbatch]
+        print(
+            f"  replica {each.replica} microbatch {each.microbatch}: {each.excess_s:.4g} s longer of "
+            f"{each.on_path_s:.4g} s, {len(members)} samples, heaviest {what_if.heaviest_sample(members)}"
+        )
+    waits = ", ".join(f"{replica}: {wait_s:.4g} s" for (_, replica), wait_s in path.replica_wait_s.items())
+    print(f"  replicas wait for the slowest at the reduction: {waits}")
+
+
+def _write(arguments: argparse.Namespace, step: SimulatedStep, logged: LoggedStep | None) -> None:
+    events = step_events(step.result)
+    if logged is not None:
+        events += measured_events(logged)
+    sources = " and ".join(dict.fromkeys(event.source for event in events))
+    title = f"step {step.number} of {arguments.plan.name}, {sources}"
+    for path in (arguments.trace, arguments.png):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.trace is not None:
+        write_trace(arguments.trace, events, title=title)
+        print(f"wrote {arguments.trace} (ui.perfetto.dev)")
+    if arguments.png is not None:
+        draw_timeline(arguments.png, events, title)
+        print(f"wrote {arguments.png}")
+
+
+def measured_events(logged: LoggedStep) -> list[TraceEvent]:
+    """What the ranks of a plan log measured, from the first forward of each."""
+    events = []
+    for line in logged.measured:
+        passes = line.get("passes", [])
+        origin_s = min((start_s for _, _, start_s, _ in passes), default=0.0)
+        place = {"stage": line["stage"], "replica": line["replica"], "source": "measured"}
+        events += [
+            TraceEvent(
+                f"{_PASSES[name]} {index}",
+                microbatch=index,
+                start_s=start_s - origin_s,
+                duration_s=duration_s,
+                **place,
+            )
+            for name, index, start_s, duration_s in passes
+        ]
+    return events

@@ -1,0 +1,195 @@
+"""What a training configuration would do, step by step: the plans that training makes, simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dflop_ds.config import BatchSizes, DflopConfig
+from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
+from dflop_ds.cost.memory import MemoryModel
+from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts
+from dflop_ds.errors import PlanError
+from dflop_ds.scheduling.plan_log import LoggedStep
+from dflop_ds.scheduling.planner import StepPlanner
+from dflop_ds.shapes import ShapeTable
+from dflop_ds.simulation.step import StepResult, simulate_steps
+from dflop_ds.simulation.work import ModuleWork, Network, StepEnd
+
+Bins = Sequence[Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """What is known of the model that is trained.
+
+    Attributes
+    ----------
+    layers : tuple of str
+        Kind of every layer, in pipeline order.
+    times : LayerCostModel
+    memory : MemoryModel or None
+        None where the profile holds no bytes.
+    value_bytes : int
+        Bytes of one activation value.
+    activation_checkpointing : bool
+    """
+
+    layers: tuple[str, ...]
+    times: LayerCostModel
+    memory: MemoryModel | None
+    value_bytes: int
+    activation_checkpointing: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """One optimizer step.
+
+    Attributes
+    ----------
+    number : int
+        Counted from 0, as in the plan log.
+    bins : sequence of sequences of int
+        Rows of the shape table; bin ``replica * num_microbatches + microbatch``.
+    result : StepResult
+        With one case.
+    blind_s : float or None
+        Simulated step of the data-blind order, if the limits allow it.
+    """
+
+    number: int
+    bins: Bins
+    result: StepResult
+    blind_s: float | None
+
+    @property
+    def step_time_s(self) -> float:
+        """Simulated seconds of the step."""
+        return float(self.result.step_time_s[0])
+
+
+class WhatIf:
+    """Simulates the steps of a configuration.
+
+    Parameters
+    ----------
+    config : DflopConfig
+    sizes : BatchSizes
+    num_replicas : int
+    boundaries : sequence of int
+        First layer of every stage, and the number of layers.
+    table : ShapeTable
+        The training data.
+    model : Model
+    network : Network
+    end : StepEnd
+    """
+
+    def __init__(
+        self,
+        config: DflopConfig,
+        sizes: BatchSizes,
+        num_replicas: int,
+        *,
+        boundaries: Sequence[int],
+        table: ShapeTable,
+        model: Model,
+        network: Network,
+        end: StepEnd,
+    ) -> None:
+        self.num_replicas = num_replicas
+        self.table, self.model, self.network, self.end = table, model, network, end
+        self.stages = [model.layers[start:stop] for start, stop in itertools.pairwise(boundaries)]
+        self.costs = CostModel(model.times, self.stages)
+        self.sizes = sizes
+        self._config = config
+
+    @functools.cached_property
+    def sample_costs(self) -> SampleCosts:
+        """What each sample adds to each stage."""
+        return self.costs.sample_costs(self.table, samples_per_bin=self.sizes.micro_batch_size)
+
+    @functools.cached_property
+    def planner(self) -> StepPlanner:
+        """The planner that training would have."""
+        return StepPlanner.from_config(
+            self._config,
+            self.sizes,
+            table=self.table,
+            rows=np.arange(len(self.table), dtype=np.int64),
+            num_replicas=self.num_replicas,
+            costs=self.sample_costs,
+        )
+
+    def step(self, number: int) -> SimulatedStep:
+        """Plan a step as training would, and simulate it beside the data-blind order."""
+        bins = self.planner.plan(number).plan.bins
+        blind = dataclasses.replace(self.planner, policy="blind", max_tokens=None, max_encoder_inputs=None)
+        blind_s = float(self.simulate(blind.plan(number).plan.bins).step_time_s[0])
+        return SimulatedStep(number, bins, self.simulate(bins), blind_s)
+
+    def logged(self, step: LoggedStep) -> SimulatedStep:
+        """Simulate a step of a plan log.
+
+        Raises
+        ------
+        PlanError
+            If the log names a sample that the shape table lacks.
+        """
+        missing = [name for names in step.line["sample_ids"] for name in names if name not in self._rows]
+        if missing:
+            raise PlanError(
+                f"the shape table must hold every sample of the plan log, {missing[0]!r} is missing. "
+                "Use the shapes of the data that was trained on."
+            )
+        bins = [[self._rows[name] for name in names] for names in step.line["sample_ids"]]
+        return SimulatedStep(step.plan.step, bins, self.simulate(bins), None)
+
+    def simulate(self, bins: Bins) -> StepResult:
+        """Simulate one step from its bins."""
+        features = MicrobatchFeatures.from_bins(self.table, bins)
+        forward_s, backward_s = (self._by_replica(each) for each in self.costs.stage_times(features))
+        memory = self.model.memory
+        sent = None if memory is None else self._by_replica(self._sent_bytes(memory, features))
+        kept = None if memory is None else self._by_replica(self._kept_bytes(memory, features))
+        work = ModuleWork(forward_s, backward_s, sent, kept)
+        return simulate_steps(work, network=self.network, end=self.end)
+
+    def heaviest_sample(self, members: Sequence[int]) -> str:
+        """Id of the sample that costs most in a bin; empty for an empty bin."""
+        if not members:
+            return ""
+        rows = np.asarray(members)
+        cost_s = (self.sample_costs.forward_s + self.sample_costs.backward_s)[rows].sum(axis=1)
+        return self.table.sample_ids[int(rows[cost_s.argmax()])]
+
+    @functools.cached_property
+    def _rows(self) -> Mapping[str, int]:
+        return {name: row for row, name in enumerate(self.table.sample_ids)}
+
+    def _by_replica(self, values: FloatArray) -> FloatArray:
+        """(bins, stages) -> (1, replicas, stages, microbatches)."""
+        by_bin = values.reshape(1, self.num_replicas, -1, values.shape[1])
+        return np.ascontiguousarray(np.swapaxes(by_bin, 2, 3))
+
+    def _sent_bytes(self, memory: MemoryModel, features: MicrobatchFeatures) -> FloatArray:
+        """Bytes that enter the next stage; none leave the last one."""
+        size = self.model.value_bytes
+        entering = [memory.input_bytes(stage[0], features, size) for stage in self.stages[1:]]
+        return np.stack([*entering, np.zeros(len(features))], axis=1)
+
+    def _kept_bytes(self, memory: MemoryModel, features: MicrobatchFeatures) -> FloatArray:
+        """Bytes that a stage keeps of a microbatch until its backward."""
+        scale = self.model.value_bytes / memory.value_bytes
+        kept = {}
+        for kind in dict.fromkeys(self.model.layers):
+            if self.model.activation_checkpointing:
+                kept[kind] = memory.input_bytes(kind, features, self.model.value_bytes)
+            else:
+                kept[kind] = memory.activation_bytes(kind, features) * scale
+        return np.stack([np.sum([kept[kind] for kind in stage], axis=0) for stage in self.stages], axis=1)

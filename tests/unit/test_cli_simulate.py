@@ -1,0 +1,148 @@
+"""``dflop-ds simulate`` on files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflop_ds.cli.main import main
+from dflop_ds.cost.features import ProfileRow
+from dflop_ds.profiling.table import Fingerprint, ProfileTable, model_hash
+from dflop_ds.scheduling.plan_log import measured_line
+from dflop_ds.shapes import SampleShape, ShapeTable
+from tests.support.kinds import TILED_KINDS
+from tests.unit.test_cli_schedule import CONFIG
+
+UNIT_S = 1e-4
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A plan of 2 stages x 2 replicas, 64 samples, and a profile in which time grows with size alone."""
+    rng = np.random.default_rng(0)
+    shapes = []
+    for index in range(64):
+        tiles, text = int(rng.integers(0, 6)), int(rng.lognormal(4.0, 1.0)) + 4
+        shapes.append(SampleShape(f"id-{index}", tiles, 0, text, text + 16 * tiles, text // 2))
+    ShapeTable.from_shapes(shapes).save(tmp_path / "shapes.npz")
+    rows = []
+    for kind in TILED_KINDS:
+        for size in (1, 2, 4, 8):
+            counts = (size, 16 * size, 50 * size, 2500 * size, size, 20 * size)
+            rows.append(ProfileRow(kind, *counts, UNIT_S * size, 2 * UNIT_S * size, 1000 * size))
+    fingerprint = Fingerprint("cpu", "Some CPU", {"torch": "2"}, "float32", "auto", False, model_hash(CONFIG))
+    parameters = dict.fromkeys(TILED_KINDS, 1000)
+    ProfileTable(rows, fingerprint, parameters=parameters).save(tmp_path / "profile.json")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    plan = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4,
+        "dflop": {
+            "model": {"path": str(tmp_path)},
+            "parallel": {"pipeline_stages": 2, "split": [5, 6]},
+            "scheduler": {"deterministic_time_s": 0.02},
+        },
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    return tmp_path
+
+
+def _arguments(files: Path, *more: str) -> list[str]:
+    given = ["--shapes", str(files / "shapes.npz"), "--profile", str(files / "profile.json")]
+    return ["simulate", str(files / "plan.json"), *given, "--steps", "2", *more]
+
+
+def test_it_predicts_steps_and_names_who_made_others_wait(files, capsys) -> None:
+    trace, png = files / "out" / "trace.json", files / "out" / "step.png"
+    assert main(_arguments(files, "--trace", str(trace), "--png", str(png))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("PREDICTED steps: 2 stages x 2 replicas, 4 microbatches of 4")
+    rows = [line.split() for line in lines[2:4]]
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert all(float(row[1]) <= float(row[2]) for row in rows)
+    stages = [line.split() for line in lines if line.strip().startswith(("0 ", "1 "))][2:]
+    assert [row[1] for row in stages] == ["5", "6"]
+    assert any("replica" in line and "heaviest id-" in line for line in lines)
+    events = json.loads(trace.read_text())["traceEvents"]
+    bars = [event for event in events if event["ph"] == "X"]
+    assert len(bars) == 2 * 2 * 2 * 4  # passes x stages x replicas x microbatches
+    last_s = max(event["ts"] + event["dur"] for event in bars) / 1e6
+    assert last_s == pytest.approx(float(rows[0][1]), rel=1e-3)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_slower_network_and_blocking_sends_take_longer(files, capsys) -> None:
+    times_s = []
+    for more in ([], ["--latency-us", "500"], ["--latency-us", "500", "--blocking-sends"]):
+        assert main(_arguments(files, "--policy", "blind", *more)) == 0
+        times_s.append(float(capsys.readouterr().out.splitlines()[2].split()[1]))
+    assert times_s == sorted(times_s)
+    assert times_s[0] < times_s[1]
+
+
+def test_a_plan_log_is_simulated_beside_what_it_measured(files, capsys) -> None:
+    from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop
+    from dflop_ds.scheduling.plan_log import plan_line
+    from dflop_ds.scheduling.planner import StepPlanner
+
+    table = ShapeTable.load(files / "shapes.npz")
+    ds_config = load_ds_config(files / "plan.json")
+    config = parse_dflop(ds_config)
+    blind = config.scheduler.model_copy(update={"policy": "blind"})
+    planner = StepPlanner.from_config(
+        config.model_copy(update={"scheduler": blind}),
+        BatchSizes.from_ds_config(ds_config, 2),
+        table=table,
+        rows=np.arange(64),
+        num_replicas=2,
+        costs=None,
+    )
+    names = dict(enumerate(table.sample_ids))
+    passes = [("ForwardPass", 0, 0.5, 0.1), ("BackwardPass", 0, 0.7, 0.2)]
+    lines = [plan_line(planner.plan(0), names)]
+    lines.append(measured_line(0, stage=0, replica=0, step_time_s=9.0, microbatch_s=[0.3], passes=passes))
+    log, trace = files / "plans.jsonl", files / "trace.json"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(_arguments(files, "--plan-log", str(log), "--trace", str(trace))) == 0
+    found = capsys.readouterr().out.splitlines()[2].split()
+    assert main(_arguments(files, "--policy", "blind")) == 0
+    alone = capsys.readouterr().out.splitlines()[2].split()
+    assert found[1] == alone[1]
+    assert found[3] == "9"
+    assert found[4].startswith("-")
+    events = json.loads(trace.read_text())["traceEvents"]
+    names_of = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    bars = [event for event in events if event["ph"] == "X"]
+    measured = [event for event in bars if names_of[event["pid"]].startswith("measured")]
+    assert [(event["ts"], event["dur"]) for event in measured] == [
+        (0.0, pytest.approx(1e5)),
+        (pytest.approx(2e5), pytest.approx(2e5)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gradient_accumulation_steps": None}, "--num-replicas"),
+        ({"dflop": {"parallel": {"pipeline_stages": "auto"}}}, "pipeline_stages as a number"),
+        ({"dflop": {"parallel": {"pipeline_stages": 2, "split": "uniform"}}}, "split as a list"),
+        ({"dflop": {"parallel": {"pipeline_stages": 2, "split": [3, 3]}}}, "must place all 11 layers"),
+        ({"dflop": {"model": {}}}, "--model"),
+    ],
+)
+def test_what_is_missing_is_named(files, change, message, capsys) -> None:
+    plan = json.loads((files / "plan.json").read_text())
+    for key, value in change.items():
+        plan[key] = {**plan[key], **value} if key == "dflop" else value
+    (files / "plan.json").write_text(json.dumps({key: value for key, value in plan.items() if value}))
+    assert main(_arguments(files)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_steps_must_be_positive(files, capsys) -> None:
+    assert main([*_arguments(files), "--trace-step", "2"]) == 2
+    assert "--trace-step below it" in capsys.readouterr().err
