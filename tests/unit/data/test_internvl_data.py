@@ -17,25 +17,18 @@ from transformers import (
     InternVLProcessor,
 )
 
-from benchmarks.parity.internvl import TILE_PX, make_config
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.data.demo import DemoPaths
 from dflop_ds.data.media import load_image
 from dflop_ds.errors import ConfigError
-from tests.support.model_dirs import VOCAB_SIZE, tiny_tokenizer, write_model_dir
+from tests.support.model_dirs import write_internvl_model
 
-MEDIA_TOKENS = ("<IMG_CONTEXT>", "<img>", "</img>")
 ODD_SIZES = [(1, 1), (1, 499), (1093, 5), (16, 16), (3, 50), (50, 3)]
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = tiny_tokenizer(MEDIA_TOKENS)
-    config = make_config()
-    config.image_token_id = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
-    config.text_config.vocab_size = VOCAB_SIZE
-    processor = GotOcr2ImageProcessorPil(size={"height": TILE_PX, "width": TILE_PX}, max_patches=5)
-    return write_model_dir(tmp_path_factory.mktemp("internvl"), config, tokenizer, processor)
+    return write_internvl_model(tmp_path_factory.mktemp("internvl"))
 
 
 def _open(model_dir: Path, folder: Path, records: list[dict[str, Any]]) -> LlavaDataset:
