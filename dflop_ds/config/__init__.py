@@ -6,8 +6,11 @@ from dflop_ds.config.deepspeed_json import (
     BatchSizes,
     load_ds_config,
     uses_bf16,
+    uses_reentrant_checkpoints,
     validate_for_pipeline,
+    with_fp32_accumulation,
 )
+from dflop_ds.config.finetune import FinetuneConfig, ParamGroup
 from dflop_ds.config.model import ModelConfig, ParallelConfig
 from dflop_ds.config.scheduler import CostConfig, SchedulerConfig
 from dflop_ds.config.schema import BLOCK, DflopConfig, json_schema, parse_dflop
@@ -20,9 +23,11 @@ __all__ = [
     "CostConfig",
     "DataConfig",
     "DflopConfig",
+    "FinetuneConfig",
     "LossConfig",
     "ModelConfig",
     "ParallelConfig",
+    "ParamGroup",
     "SchedulerConfig",
     "TelemetryConfig",
     "TrainConfig",
@@ -30,5 +35,7 @@ __all__ = [
     "load_ds_config",
     "parse_dflop",
     "uses_bf16",
+    "uses_reentrant_checkpoints",
     "validate_for_pipeline",
+    "with_fp32_accumulation",
 ]

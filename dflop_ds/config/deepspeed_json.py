@@ -208,6 +208,26 @@ def uses_bf16(ds_config: dict[str, Any]) -> bool:
     return _block(ds_config, "bf16").get("enabled", False) is True
 
 
+def with_fp32_accumulation(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with bf16 gradients summed in fp32, unless it says otherwise.
+
+    DeepSpeed's default sums the microbatches of a step in bf16, whose 8 bits swallow the last ones of
+    many. It knows fp32 sums with ZeRO-1 only; its bf16 optimizer divides its state by replicas anyhow.
+    """
+    if not uses_bf16(ds_config) or _block(ds_config, "data_types").get("grad_accum_dtype") is not None:
+        return ds_config
+    return {
+        **ds_config,
+        "data_types": {**_block(ds_config, "data_types"), "grad_accum_dtype": "fp32"},
+        "zero_optimization": {**_block(ds_config, "zero_optimization"), "stage": 1},
+    }
+
+
+def uses_reentrant_checkpoints(ds_config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed's key ``pipeline.use_reentrant`` asks for reentrant checkpointing."""
+    return _block(ds_config, "pipeline").get("use_reentrant", False) is True
+
+
 def _block(ds_config: dict[str, Any], name: str) -> dict[str, Any]:
     value = ds_config.get(name)
     if value is None:

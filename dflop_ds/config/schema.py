@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from dflop_ds.config.base import Block
 from dflop_ds.config.data import DataConfig, LossConfig
 from dflop_ds.config.explain import explain, nearest
+from dflop_ds.config.finetune import FinetuneConfig
 from dflop_ds.config.model import ModelConfig, ParallelConfig
 from dflop_ds.config.scheduler import CostConfig, SchedulerConfig
 from dflop_ds.config.training import TelemetryConfig, TrainConfig
@@ -33,6 +34,9 @@ class DflopConfig(Block):
     model: ModelConfig = Field(default_factory=ModelConfig, description="Which model is trained.")
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="How the model is cut into pipeline stages."
+    )
+    finetune: FinetuneConfig = Field(
+        default_factory=FinetuneConfig, description="Which part of the model is trained."
     )
     data: DataConfig = Field(default_factory=DataConfig, description="Which samples are read.")
     loss: LossConfig = Field(

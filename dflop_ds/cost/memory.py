@@ -31,6 +31,7 @@ from dflop_ds.cost.features import (
     check_kind,
     check_rows,
 )
+from dflop_ds.cost.gradients import LayerTraining
 from dflop_ds.errors import CostModelError
 from dflop_ds.flops import ModelDims
 
@@ -193,6 +194,7 @@ class MemoryModel:
         index: int,
         features: MicrobatchFeatures,
         setting: TrainingSetting,
+        training: Sequence[LayerTraining] | None = None,
     ) -> StageMemory:
         """Peak bytes of one stage on one rank.
 
@@ -205,18 +207,26 @@ class MemoryModel:
         features : MicrobatchFeatures
             The microbatches of a step on one replica; the largest ones are assumed to be in flight.
         setting : TrainingSetting
+        training : sequence of LayerTraining, optional
+            What is trained of each layer of this stage; by default everything. Frozen parameters have
+            neither gradients nor optimizer state, and a layer without a backward pass keeps nothing.
         """
         kinds, last = list(stages[index]), index == len(stages) - 1
+        states = training or [LayerTraining()] * len(kinds)
         num_parameters = float(sum(self.parameters[kind] for kind in kinds))
+        num_trained = float(
+            sum(self.parameters[k] * state.trainable_share for k, state in zip(kinds, states, strict=True))
+        )
+        kept = [kind for kind, state in zip(kinds, states, strict=True) if state.has_backward]
         scale = setting.value_bytes / self.value_bytes
         full = {kind: self.activation_bytes(kind, features) * scale for kind in dict.fromkeys(kinds)}
-        widest = max(float(full[kind].max()) for kind in kinds)
+        widest = max((float(full[kind].max()) for kind in kept), default=0.0)
         if setting.activation_checkpointing:
-            per_microbatch = sum(self.input_bytes(k, features, setting.value_bytes) for k in kinds)
+            per_microbatch = sum(self.input_bytes(k, features, setting.value_bytes) for k in kept)
         else:
-            per_microbatch = sum(full[kind] for kind in kinds)
+            per_microbatch = sum(full[kind] for kind in kept)
         in_flight = min(len(stages) - index, len(features))
-        largest = np.sort(per_microbatch)[::-1][:in_flight]
+        largest = np.sort(np.broadcast_to(per_microbatch, len(features)))[::-1][:in_flight]
         # Samples are loaded in fp32, whatever the training type.
         entering = self.input_bytes(kinds[0], features, setting.value_bytes if index else _FP32_BYTES)
         buffers = float(np.sort(entering)[::-1][: max(_FEWEST_BUFFERS, in_flight)].sum())
@@ -226,8 +236,8 @@ class MemoryModel:
             buffers += _FP32_BYTES * setting.reduce_bucket_values
         return StageMemory(
             parameters_bytes=num_parameters * setting.value_bytes,
-            gradients_bytes=num_parameters * _gradient_bytes(setting),
-            optimizer_bytes=num_parameters * _optimizer_bytes(setting),
+            gradients_bytes=num_trained * _gradient_bytes(setting),
+            optimizer_bytes=num_trained * _optimizer_bytes(setting),
             activations_bytes=float(largest.sum()),
             recompute_bytes=widest if setting.activation_checkpointing else 0.0,
             backward_bytes=_BACKWARD_SHARE * widest,

@@ -7,11 +7,13 @@ and states what a sample contributes to the microbatch that it will share.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dflop_ds.cost.features import LAYER_KINDS, FloatArray, MicrobatchFeatures, ProfileRow, check_kind
+from dflop_ds.cost.gradients import LayerTraining, backward_factor
 from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.errors import CostModelError
 from dflop_ds.shapes import ShapeTable
@@ -44,6 +46,10 @@ class CostModel:
         Fitted for every kind in `stages`.
     stages : sequence of sequences of str
         Layer kinds of each stage, one entry per layer.
+    training : sequence of sequences of LayerTraining, optional
+        What is trained of each layer, shaped as `stages`; by default everything.
+    activation_checkpointing : bool
+        Whether the profiled backward passes contain a second forward pass.
 
     Raises
     ------
@@ -51,11 +57,19 @@ class CostModel:
         If there is no stage, or a kind is unknown.
     """
 
-    def __init__(self, layer_model: LayerCostModel, stages: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        layer_model: LayerCostModel,
+        stages: Sequence[Sequence[str]],
+        training: Sequence[Sequence[LayerTraining]] | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
         if not stages:
             raise CostModelError("a cost model must have at least one stage, found none. Pass their layers.")
         self.layer_model = layer_model
         self.stages = tuple(tuple(stage) for stage in stages)
+        self.training = None if training is None else tuple(tuple(stage) for stage in training)
+        self.activation_checkpointing = activation_checkpointing
         for kind in (kind for stage in self.stages for kind in stage):
             check_kind(kind)
 
@@ -71,7 +85,7 @@ class CostModel:
         forward_s, backward_s : ndarray, shape (n, num_stages)
         """
         times_s = {kind: self.layer_model.predict(kind, features) for kind in self._kinds()}
-        return compose_stages(self.stages, times_s, len(features))
+        return self._stages(features, times_s)
 
     def sample_costs(self, table: ShapeTable, samples_per_bin: float = SAMPLES_PER_BIN) -> SampleCosts:
         """Additive costs of the samples, around the microbatch that they will share.
@@ -90,7 +104,7 @@ class CostModel:
         features = MicrobatchFeatures.from_shapes(table)
         predict = self.layer_model.predict_marginal
         costs_s = {kind: predict(kind, features, samples_per_bin) for kind in self._kinds()}
-        return SampleCosts(*compose_stages(self.stages, costs_s, len(table)))
+        return SampleCosts(*self._stages(features, costs_s))
 
     def additivity_error(self, table: ShapeTable, bins: Sequence[Sequence[int]]) -> float:
         """Mean over bins and stages of ``|sum of sample costs - predicted time| / predicted time``.
@@ -115,6 +129,21 @@ class CostModel:
         busy = predicted_s > 0
         errors = np.abs(summed_s - predicted_s)[busy] / predicted_s[busy]
         return float(errors.mean()) if errors.size else 0.0
+
+    def _stages(
+        self, features: MicrobatchFeatures, times_s: Mapping[str, tuple[FloatArray, FloatArray]]
+    ) -> tuple[FloatArray, FloatArray]:
+        forward_s, backward_s = compose_stages(self.stages, times_s, len(features))
+        if self.training is None:
+            return forward_s, backward_s
+        backward_s = np.zeros_like(forward_s)
+        for index, (kinds, states) in enumerate(zip(self.stages, self.training, strict=True)):
+            for (kind, state), count in Counter(zip(kinds, states, strict=True)).items():
+                factor = backward_factor(
+                    kind, features, self.layer_model.dims_, state, self.activation_checkpointing
+                )
+                backward_s[:, index] += count * factor * times_s[kind][1]
+        return forward_s, backward_s
 
     def _kinds(self) -> list[str]:
         used = {kind for stage in self.stages for kind in stage}

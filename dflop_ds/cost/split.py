@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from dflop_ds.config import DflopConfig
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
+from dflop_ds.cost.gradients import LayerTraining, backward_factor
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.errors import ConfigError, CostModelError
 from dflop_ds.shapes import ShapeTable
@@ -27,6 +28,7 @@ def configured_boundaries(
     model: LayerCostModel | None,
     table: ShapeTable,
     samples_per_bin: int,
+    training: Sequence[LayerTraining] | None = None,
 ) -> list[int] | None:
     """Layer indices at which the stages begin, by ``dflop.parallel.split``.
 
@@ -42,6 +44,8 @@ def configured_boundaries(
         The training data.
     samples_per_bin : int
         Samples of a mean microbatch.
+    training : sequence of LayerTraining, optional
+        What is trained of each layer; by default everything.
 
     Returns
     -------
@@ -68,12 +72,17 @@ def configured_boundaries(
     rng = np.random.default_rng(config.seed)
     size = min(samples_per_bin, len(table))
     bins = [rng.choice(len(table), size=size, replace=False).tolist() for _ in range(_DRAWN_BINS)]
-    times_s = expected_layer_times(model, layer_kinds, MicrobatchFeatures.from_bins(table, bins))
+    features, checkpointed = MicrobatchFeatures.from_bins(table, bins), config.parallel.activation_checkpointing
+    times_s = expected_layer_times(model, layer_kinds, features, training, checkpointed)
     return balanced_split(layer_kinds, times_s, num_stages)
 
 
 def expected_layer_times(
-    model: LayerCostModel, layer_kinds: Sequence[str], features: MicrobatchFeatures
+    model: LayerCostModel,
+    layer_kinds: Sequence[str],
+    features: MicrobatchFeatures,
+    training: Sequence[LayerTraining] | None = None,
+    activation_checkpointing: bool = False,
 ) -> FloatArray:
     """Mean over microbatches of the forward plus backward seconds of each layer.
 
@@ -83,6 +92,10 @@ def expected_layer_times(
         Fitted for every kind in `layer_kinds`.
     layer_kinds : sequence of str, length num_layers
     features : MicrobatchFeatures, at least one microbatch
+    training : sequence of LayerTraining, length num_layers, optional
+        What is trained of each layer; by default everything.
+    activation_checkpointing : bool
+        Whether the profiled backward passes contain a second forward pass.
 
     Returns
     -------
@@ -97,10 +110,16 @@ def expected_layer_times(
         raise CostModelError(
             "layer times must be averaged over at least one microbatch, found none. Pass some."
         )
-    mean_s = {
-        kind: float(np.mean(np.add(*model.predict(kind, features)))) for kind in dict.fromkeys(layer_kinds)
-    }
-    return np.array([mean_s[kind] for kind in layer_kinds], dtype=np.float64)
+    states = training or [LayerTraining()] * len(layer_kinds)
+    times_s = {kind: model.predict(kind, features) for kind in dict.fromkeys(layer_kinds)}
+    mean_s = {}
+    for kind, state in dict.fromkeys(zip(layer_kinds, states, strict=True)):
+        forward_s, backward_s = times_s[kind]
+        if training is not None:
+            factor = backward_factor(kind, features, model.dims_, state, activation_checkpointing)
+            backward_s = backward_s * factor
+        mean_s[kind, state] = float(np.mean(forward_s + backward_s))
+    return np.array([mean_s[layer] for layer in zip(layer_kinds, states, strict=True)], dtype=np.float64)
 
 
 def balanced_split(layer_kinds: Sequence[str], layer_times_s: npt.ArrayLike, num_stages: int) -> list[int]:

@@ -24,6 +24,9 @@ ENGINE_METHODS: dict[str, tuple[str, ...]] = {
     "_exec_forward_pass": ("self", "buffer_id"),
     "_exec_backward_pass": ("self", "buffer_id"),
     "_exec_reduce_grads": ("self",),
+    "_exec_recv_activations": ("self", "buffer_id"),
+    "_exec_send_grads": ("self", "buffer_id"),
+    "_exec_recv_grads": ("self", "buffer_id"),
     "set_train_batch_size": ("self", "train_batch_size"),
     "set_dataloader": ("self", "loader"),
     "set_dataiterator": ("self", "iterator"),
@@ -105,6 +108,7 @@ def fill_missing_gradients(engine: PipelineEngine) -> None:
     one has: their reductions would not match.
     """
     if engine.using_bf16_optimizer:
+        _count_all_fp32_gradients(engine.optimizer)
         return
     accumulates = getattr(engine.optimizer, "use_grad_accum_attribute", False)
     name = "grad_accum" if accumulates else "grad"
@@ -112,6 +116,23 @@ def fill_missing_gradients(engine: PipelineEngine) -> None:
         if parameter.requires_grad and getattr(parameter, name, None) is None:
             dtype = engine.optimizer.gradient_accumulation_dtype if accumulates else parameter.dtype
             setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
+
+
+def _count_all_fp32_gradients(optimizer: Any) -> None:
+    """Let every parameter count in the bf16 optimizer's norm and be clipped; fp32 gradients exist, as zeros.
+
+    Otherwise a replica that had no use for a parameter leaves its reduced gradient out of the norm.
+    """
+    groups = zip(
+        optimizer.bf16_groups,
+        optimizer.fp32_groups_gradients,
+        optimizer.fp32_groups_has_gradients,
+        strict=True,
+    )
+    for parameters, gradients, flags in groups:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter._hp_grad = gradient
+        flags[:] = [True] * len(parameters)
 
 
 def count_in_gradient_norm(module: torch.nn.Module) -> None:

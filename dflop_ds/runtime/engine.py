@@ -48,10 +48,11 @@ class DflopPipelineEngine(PipelineEngine):
 
     The way of one step: :meth:`train_batch` takes the step's plan from the feed (the same on
     every rank), sets the number of microbatches, tells the loader what to expect, and lets
-    DeepSpeed run its 1F1B instruction stream. Four instructions are overridden: loading (keeps
-    the tag of the samples), the forward pass (the last stage checks that the activations it got
-    belong to the labels it loaded), the backward pass (one autograd call per microbatch) and the
-    reduction (parameters that had nothing to do take part with a zero gradient).
+    DeepSpeed run its 1F1B instruction stream. Overridden are loading (keeps the tag of the samples), the
+    forward pass (the last stage checks that the activations it got belong to the labels it loaded), the
+    backward pass (one autograd call per microbatch), the reduction (parameters that had nothing to do
+    take part with a zero gradient) and the messages: where nothing below is trained, no gradient is
+    computed or sent.
 
     Parameters
     ----------
@@ -260,6 +261,9 @@ class DflopPipelineEngine(PipelineEngine):
         super()._exec_load_micro_batch(buffer_id)
         if self.is_last_stage():
             self._label_tags[buffer_id] = self.pipe_buffers["labels"][buffer_id][-1]
+        if self.is_first_stage():
+            # Reentrant checkpointing asks for the gradient of the pixels, which nobody needs.
+            self._without_gradient(buffer_id)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         if self.is_last_stage() and not self.is_first_stage():
@@ -279,16 +283,38 @@ class DflopPipelineEngine(PipelineEngine):
                 f"from the same plan."
             )
 
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        super()._exec_recv_activations(buffer_id)
+        if not self.module.trained_up_to(self.stage_id - 1):
+            self._without_gradient(buffer_id)
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        if self.module.trained_up_to(self.stage_id - 1):
+            super()._exec_send_grads(buffer_id)
+        else:
+            self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        if self.module.trained_up_to(self.stage_id):
+            super()._exec_recv_grads(buffer_id)
+
+    def _without_gradient(self, buffer_id: int) -> None:
+        for tensor in self.pipe_buffers["inputs"][buffer_id]:
+            tensor.requires_grad_(False)
+
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        if self.is_last_stage() or self.is_pipe_partitioned:
-            super()._exec_backward_pass(buffer_id)
+        if self.is_last_stage():
+            # A microbatch of text has no gradient where the encoder alone is trained.
+            if self.loss.requires_grad:
+                super()._exec_backward_pass(buffer_id)
             return
-        outputs = self.pipe_buffers["outputs"][buffer_id]
-        floats = [t for t in outputs if t.is_floating_point()] if isinstance(outputs, tuple) else [outputs]
-        pairs = zip(floats, compat.received_gradients(self), strict=True)
-        wanted = [(out, grad) for out, grad in pairs if out.requires_grad]
-        if wanted:
-            compat.backward_once(self, [out for out, _ in wanted], [grad for _, grad in wanted])
+        if self.module.trained_up_to(self.stage_id):
+            outputs = self.pipe_buffers["outputs"][buffer_id]
+            floats = [t for t in outputs if t.is_floating_point()]
+            pairs = zip(floats, compat.received_gradients(self), strict=True)
+            wanted = [(out, grad) for out, grad in pairs if out.requires_grad]
+            if wanted:
+                compat.backward_once(self, [out for out, _ in wanted], [grad for _, grad in wanted])
         compat.release_outputs(self, buffer_id)
 
     def _exec_reduce_grads(self) -> None:

@@ -13,12 +13,20 @@ from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.pipe import PipelineModule
 
-from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, validate_for_pipeline
+from dflop_ds.config import (
+    BatchSizes,
+    DflopConfig,
+    load_ds_config,
+    parse_dflop,
+    validate_for_pipeline,
+    with_fp32_accumulation,
+)
 from dflop_ds.cost.model import CostModel, SampleCosts
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.runtime import compat, distributed
 from dflop_ds.runtime.engine import DataPlan, DflopPipelineEngine
+from dflop_ds.runtime.param_groups import with_groups
 from dflop_ds.runtime.shared_memory import forget_segment_names
 from dflop_ds.runtime.versions import require_supported_deepspeed
 from dflop_ds.scheduling.planner import StepPlanner
@@ -100,9 +108,15 @@ def initialize(
     data_plan = None
     if training_data is not None:
         data_plan = distributed.together(lambda: make_data_plan(ds_config, dflop, model, training_data))
+    engine_config = with_fp32_accumulation(ds_config)
+    if model.finetuning is not None and model.finetuning.groups:
+        parameters, engine_config = distributed.together(
+            lambda: with_groups(engine_config, model, passed_on["optimizer"], passed_on["model_parameters"])
+        )
+        passed_on["model_parameters"] = parameters
     engine = compat.make_engine(
         DflopPipelineEngine,
-        ds_config,
+        engine_config,
         args=args,
         model=model,
         training_data=training_data,
@@ -146,7 +160,12 @@ def _sample_costs(
             f"none on the "
             'model; build it with dflop_ds.prepare(), set model.layer_model, or use the policy "blind".'
         )
-    cost_model = CostModel(model.layer_model, model.stage_kinds())
+    cost_model = CostModel(
+        model.layer_model,
+        model.stage_kinds(),
+        model.stage_training(),
+        config.parallel.activation_checkpointing,
+    )
     return cost_model.sample_costs(dataset.table, samples_per_bin=sizes.micro_batch_size)
 
 
@@ -179,9 +198,8 @@ def _check(ds_config: dict[str, Any], model: Any, training_data: Any, collate_fn
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"every pipeline stage must have something to train, stage {model.stage_id} has no "
-            f"trainable parameter; "
-            "choose another dflop.parallel.split."
+            f"every pipeline stage must have a trainable parameter, stage {model.stage_id} has none; freeze "
+            "by dflop.finetune.freeze, which handles this, or choose another dflop.parallel.split."
         )
     if training_data is None:
         return

@@ -11,10 +11,12 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from dflop_ds.cost.gradients import LayerTraining
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.errors import ConfigError
 from dflop_ds.models.layers import LayerPlan, PipelineLayer
 from dflop_ds.runtime import compat
+from dflop_ds.runtime.finetune import Finetuning, freeze_layers
 from dflop_ds.runtime.loss import packed_loss
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class DflopPipelineModule(PipelineModule):
     ----------
     layer_model : LayerCostModel or None
         Predicted layer times, set by whoever split the model; the scheduler needs them.
+    finetuning : Finetuning or None
+        What is trained, see :meth:`finetune`; None: everything alike.
 
     Parameters
     ----------
@@ -85,6 +89,7 @@ class DflopPipelineModule(PipelineModule):
     ) -> None:
         self.plans = tuple(plans)
         self.layer_model: LayerCostModel | None = None
+        self.finetuning: Finetuning | None = None
         self.boundaries = None if boundaries is None else check_boundaries(boundaries, len(plans), num_stages)
         specs = [_PlannedTiedLayer(plan) if plan.tied_key else _PlannedLayer(plan) for plan in plans]
         super().__init__(
@@ -106,6 +111,31 @@ class DflopPipelineModule(PipelineModule):
         """Layer kinds by stage."""
         bounds = list(self.parts)
         return [self.layer_kinds[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+    def finetune(self, finetuning: Finetuning) -> None:
+        """Freeze what is not trained of the local stage.
+
+        A stage without any trained parameter gets one of a single value that nothing reads: DeepSpeed
+        builds an optimizer on every rank, and none works without parameters. Its gradient stays zero.
+        """
+        self.finetuning = finetuning
+        freeze_layers(self.local_layers(), finetuning.frozen)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            self.register_parameter("idle_anchor", nn.Parameter(torch.zeros(1)))
+        compat.count_in_gradient_norm(self)
+
+    def stage_training(self) -> list[list[LayerTraining]] | None:
+        """What is trained of each layer, by stage; None: everything."""
+        if self.finetuning is None:
+            return None
+        return [list(self.finetuning.layers[start:stop]) for start, stop in itertools.pairwise(self.parts)]
+
+    def trained_up_to(self, stage: int) -> bool:
+        """Whether any stage from the first to this one has a trained parameter."""
+        training = self.stage_training()
+        return training is None or any(
+            layer.trainable_share > 0 for layers in training[: stage + 1] for layer in layers
+        )
 
     def local_layers(self) -> list[PipelineLayer]:
         """Modules built on this rank, in order; a tied module occurs once."""

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 from deepspeed import comm as dist
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from transformers import AutoConfig
 
-from dflop_ds.config import BatchSizes, DflopConfig, validate_for_pipeline
+from dflop_ds.config import BatchSizes, DflopConfig, uses_reentrant_checkpoints, validate_for_pipeline
 from dflop_ds.cost.features import ENCODER_KINDS, MicrobatchFeatures
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.quantiles import whole_microbatches
@@ -33,6 +32,7 @@ from dflop_ds.models.layers import LayerPlan
 from dflop_ds.models.weights import Checkpoint, load_layers
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.runtime import costs, distributed
+from dflop_ds.runtime.finetune import checkpoint_function, plan_finetuning
 from dflop_ds.runtime.module import DflopPipelineModule
 from dflop_ds.runtime.shared_memory import forget_segment_names
 from dflop_ds.shapes import ShapeTable
@@ -86,6 +86,7 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
         eval_dataset = open_probed(config, model_config, config.data.eval_path, None)
     collate_fn = make_collator(dataset.dataset, config)
     plans = distributed.together(lambda: layer_plans(ds_config, config, model_config))
+    finetuning = distributed.together(lambda: plan_finetuning(config.finetune, plans))
     layer_model = boundaries = None
     if config.enabled:
         layer_model = _cost_model(ds_config, config, model_config, plans, dataset, collate_fn, sizes)
@@ -97,9 +98,13 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
                 layer_model,
                 dataset.table,
                 sizes.micro_batch_size,
+                None if finetuning is None else finetuning.layers,
             )
         )
-    model = build_module(config, model_config, plans, num_stages, boundaries)
+    reentrant = uses_reentrant_checkpoints(ds_config)
+    model = build_module(config, model_config, plans, num_stages, boundaries, reentrant)
+    if finetuning is not None:
+        model.finetune(finetuning)
     model.layer_model = layer_model
     return Setup(model, dataset, eval_dataset, collate_fn)
 
@@ -286,6 +291,7 @@ def build_module(
     plans: list[LayerPlan],
     num_stages: int,
     boundaries: list[int] | None,
+    reentrant: bool = False,
 ) -> DflopPipelineModule:
     """Build the local stage and load its weights."""
     split = config.parallel.split
@@ -296,7 +302,7 @@ def build_module(
         boundaries=boundaries,
         partition_method=split if split in ("parameters", "uniform") else "parameters",
         activation_checkpoint_interval=1 if checkpointed else 0,
-        activation_checkpoint_func=checkpointing.non_reentrant_checkpoint,
+        activation_checkpoint_func=checkpoint_function(reentrant),
     )
     directory = Path(config.model.path or "")
     pretrained = config.model.weights == "pretrained" or (

@@ -139,6 +139,9 @@ def test_our_map_holds_our_overrides_and_else_the_functions_of_the_base() -> Non
         schedule.ForwardPass: "_exec_forward_pass",
         schedule.BackwardPass: "_exec_backward_pass",
         schedule.ReduceGrads: "_exec_reduce_grads",
+        schedule.RecvActivation: "_exec_recv_activations",
+        schedule.SendGrad: "_exec_send_grads",
+        schedule.RecvGrad: "_exec_recv_grads",
     }
     assert ours.keys() == base.keys()
     for instruction, function in ours.items():

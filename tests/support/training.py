@@ -96,7 +96,8 @@ def keep_gradients(engine: Any) -> dict[str, torch.Tensor]:
     def keep_then_step(self: Any, **kwargs: Any) -> None:
         for layer in self.module.local_layers():
             for name, parameter in layer.named_parameters():
-                kept[layer.hf_name(name)] = parameter.grad.detach().double().clone()
+                if parameter.requires_grad:
+                    kept[layer.hf_name(name)] = parameter.grad.detach().double().clone()
         original[schedule.OptimizerStep](self, **kwargs)
 
     engine._INSTRUCTION_MAP = {**original, schedule.OptimizerStep: keep_then_step}

@@ -64,7 +64,7 @@ def test_another_model_is_refused_by_its_type(model: Any) -> None:
 
 
 def test_a_stage_with_nothing_to_train_is_named() -> None:
-    with pytest.raises(ConfigError, match="stage 3 has no trainable parameter"):
+    with pytest.raises(ConfigError, match="trainable parameter, stage 3 has none"):
         _checked(model=_Stage(trainable=False))
 
 

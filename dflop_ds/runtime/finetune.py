@@ -1,0 +1,108 @@
+"""Which parameters are trained, resolved for the whole model and applied to the local stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+
+from dflop_ds.config import FinetuneConfig
+from dflop_ds.cost.gradients import LayerTraining, layer_training
+from dflop_ds.errors import ConfigError
+from dflop_ds.models.layers import LayerPlan, PipelineLayer
+from dflop_ds.models.selection import named_weights, select
+
+logger = logging.getLogger(__name__)
+
+_FREEZE_KEY = "dflop.finetune.freeze"
+GROUPS_KEY = "dflop.finetune.param_groups"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finetuning:
+    """What is trained of the whole model; the same on every rank.
+
+    Attributes
+    ----------
+    frozen : frozenset of str
+        Hugging Face names of the parameters that keep their values.
+    layers : tuple of LayerTraining
+        State of every pipeline layer.
+    groups : tuple of (frozenset of str, dict)
+        Names of the parameters with own optimizer settings, and these; the first match counts.
+    """
+
+    frozen: frozenset[str]
+    layers: tuple[LayerTraining, ...]
+    groups: tuple[tuple[frozenset[str], dict[str, float]], ...] = ()
+
+
+def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan]) -> Finetuning | None:
+    """Resolve the patterns of a configuration against the whole model.
+
+    Returns
+    -------
+    Finetuning or None
+        None where the block is empty: everything is trained alike.
+
+    Raises
+    ------
+    ConfigError
+        If a pattern matches nothing, or nothing is left to train.
+    """
+    if config == FinetuneConfig():
+        return None
+    weights = named_weights(plans)
+    frozen = select(config.freeze, weights, _FREEZE_KEY)
+    groups = tuple(
+        (
+            select(group.match, weights, f"{GROUPS_KEY}[{number}].match"),
+            group.model_dump(include={"lr", "weight_decay"}, exclude_none=True),
+        )
+        for number, group in enumerate(config.param_groups)
+    )
+    total: Counter[int] = Counter()
+    trained: Counter[int] = Counter()
+    for weight in weights:
+        total[weight.layer] += weight.num_values
+        trained[weight.layer] += 0 if weight.name in frozen else weight.num_values
+    if not any(trained.values()):
+        raise ConfigError(
+            f"{_FREEZE_KEY}: something must be left to train; {config.freeze} freezes every parameter. "
+            "Remove a pattern."
+        )
+    logger.info("%d of %d parameters are trained", sum(trained.values()), sum(total.values()))
+    indices = range(len(plans))
+    layers = layer_training([trained[i] for i in indices], [total[i] for i in indices])
+    return Finetuning(frozen, tuple(layers), groups)
+
+
+def freeze_layers(layers: Iterable[PipelineLayer], frozen: frozenset[str]) -> None:
+    """Take the named parameters of the local layers out of training."""
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if layer.hf_name(name) in frozen:
+                parameter.requires_grad_(False)
+
+
+def checkpoint_function(reentrant: bool) -> Callable[..., Any]:
+    """Activation checkpointing that also works below the first trained parameter.
+
+    Reentrant checkpointing runs without autograd and returns outputs that need a gradient only if an
+    input does: the parameters of a layer whose input needs none would silently get no gradient. Such
+    layers are checkpointed without re-entering.
+    """
+    if not reentrant:
+        return checkpointing.non_reentrant_checkpoint
+
+    def checkpoint(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+        if any(tensor.requires_grad for tensor in inputs):
+            return checkpointing.checkpoint(function, *inputs)
+        return checkpointing.non_reentrant_checkpoint(function, *inputs)
+
+    return checkpoint
