@@ -14,6 +14,7 @@ import numpy as np
 
 from dflop_ds import flops
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
+from dflop_ds.cost.prior import prior_terms
 from dflop_ds.errors import CostModelError
 
 _UNKNOWN_SHARE = 0.5
@@ -90,19 +91,15 @@ def backward_factor(
 def _weight_gradient_share(
     kind: str, features: MicrobatchFeatures, dims: flops.ModelDims, activation_checkpointing: bool
 ) -> FloatArray:
-    """Share of the backward FLOPs that the gradients of the weights take."""
-    if kind == "vision_block":
-        linear = flops.vision_block_flops(dims.vision, 1.0)
-        patches = float(dims.vision.patches_per_tile)
-        attention = flops.attention_flops(patches * patches, dims.vision.hidden, causal=False)
-        products, others = np.full(len(features), linear - attention), np.full(len(features), attention)
-    elif kind == "decoder_block":
-        products = np.asarray(flops.decoder_linear_flops(dims.llm, features.llm_tokens))
-        others = np.asarray(flops.decoder_attention_flops(dims.llm, features.sum_squared_tokens))
-    else:
-        products, others = np.ones(len(features)), np.zeros(len(features))
-        if kind not in ("vision_embed", "projector", "head"):
-            return np.full(len(features), _UNKNOWN_SHARE)
-    forward = products + others
-    backward = 2.0 * forward + (forward if activation_checkpointing else 0.0)
-    return np.divide(products, backward, out=np.full(len(features), _UNKNOWN_SHARE), where=backward > 0)
+    """Share of the backward FLOPs that the gradients of the weights take.
+
+    Attention inside fixed tiles is counted with the products of its block, as in the prior.
+    """
+    terms = prior_terms(kind, "forward", features, dims)
+    unknown = np.full(len(features), _UNKNOWN_SHARE)
+    if "flops" not in terms:
+        return unknown
+    forward = terms["flops"] + terms.get("attention_flops", 0.0)
+    backward = (flops.BACKWARD_RATIO + (1.0 if activation_checkpointing else 0.0)) * forward
+    share: FloatArray = np.divide(terms["flops"], backward, out=unknown, where=backward > 0)
+    return share

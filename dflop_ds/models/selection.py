@@ -19,15 +19,12 @@ from dflop_ds.errors import ConfigError
 from dflop_ds.models.layers import LayerPlan
 
 _PATHS = {
-    "vision_embed": "encoder.embed",
-    "vision_block": "encoder.layers",
     "projector": "projector",
     "token_embed": "llm.embed",
     "decoder_block": "llm.layers",
     "norm": "llm.norm",
     "head": "llm.head",
 }
-_NUMBERED = "block"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,9 +66,10 @@ def module_paths(plans: Sequence[LayerPlan]) -> list[str]:
     counts: collections.Counter[str] = collections.Counter()
     paths = []
     for plan in plans:
-        base = _PATHS.get(plan.kind, plan.kind)
-        paths.append(f"{base}.{counts[plan.kind]}" if plan.kind.endswith(_NUMBERED) else base)
-        counts[plan.kind] += 1
+        is_block = plan.kind.endswith("_block")
+        base = _PATHS.get(plan.kind, "encoder.layers" if is_block else "encoder.embed")
+        paths.append(f"{base}.{counts[base]}" if is_block else base)
+        counts[base] += 1
     return paths
 
 

@@ -109,11 +109,11 @@ def initialize(
     if training_data is not None:
         data_plan = distributed.together(lambda: make_data_plan(ds_config, dflop, model, training_data))
     engine_config = with_fp32_accumulation(ds_config)
-    if model.finetuning is not None and model.finetuning.groups:
-        parameters, engine_config = distributed.together(
-            lambda: with_groups(engine_config, model, passed_on["optimizer"], passed_on["model_parameters"])
+    finetuning = getattr(model, "finetuning", None)
+    if finetuning is not None and finetuning.groups:
+        passed_on["model_parameters"], engine_config = distributed.together(
+            lambda: with_groups(engine_config, model, optimizer, model_parameters)
         )
-        passed_on["model_parameters"] = parameters
     engine = compat.make_engine(
         DflopPipelineEngine,
         engine_config,
