@@ -72,7 +72,8 @@ def configured_boundaries(
     rng = np.random.default_rng(config.seed)
     size = min(samples_per_bin, len(table))
     bins = [rng.choice(len(table), size=size, replace=False).tolist() for _ in range(_DRAWN_BINS)]
-    features, checkpointed = MicrobatchFeatures.from_bins(table, bins), config.parallel.activation_checkpointing
+    features = MicrobatchFeatures.from_bins(table, bins)
+    checkpointed = config.parallel.activation_checkpointing
     times_s = expected_layer_times(model, layer_kinds, features, training, checkpointed)
     return balanced_split(layer_kinds, times_s, num_stages)
 
