@@ -26,6 +26,7 @@ from dflop_ds.scheduling.solve import POLICIES
 from dflop_ds.shapes import ShapeTable
 from dflop_ds.simulation.critical import critical_path
 from dflop_ds.simulation.network import Link, ring_all_reduce_s
+from dflop_ds.simulation.step import StepResult
 from dflop_ds.simulation.trace import TraceEvent, step_events, write_trace
 from dflop_ds.simulation.work import Network, StepEnd
 
@@ -218,7 +219,7 @@ def _print_critical_path(what_if: WhatIf, step: SimulatedStep) -> None:
 def _write(arguments: argparse.Namespace, step: SimulatedStep, logged: LoggedStep | None) -> None:
     events = step_events(step.result)
     if logged is not None:
-        events += measured_events(logged)
+        events += measured_events(logged, step.result)
     sources = " and ".join(dict.fromkeys(event.source for event in events))
     title = f"step {step.number} of {arguments.plan.name}, {sources}"
     for path in (arguments.trace, arguments.png):
@@ -232,21 +233,31 @@ def _write(arguments: argparse.Namespace, step: SimulatedStep, logged: LoggedSte
         print(f"wrote {arguments.png}")
 
 
-def measured_events(logged: LoggedStep) -> list[TraceEvent]:
-    """What the ranks of a plan log measured, from the first forward of each."""
+def measured_events(logged: LoggedStep, predicted: StepResult) -> list[TraceEvent]:
+    """What the ranks of a plan log measured.
+
+    The ranks of a host share a clock; its first pass is put where it is predicted.
+    """
+    module = predicted.modules[0]
     events = []
-    for line in logged.measured:
-        passes = line.get("passes", [])
-        origin_s = min((start_s for _, _, start_s, _ in passes), default=0.0)
-        place = {"stage": line["stage"], "replica": line["replica"], "source": "measured"}
+    for host in dict.fromkeys(line.get("host", "") for line in logged.measured):
+        lines = [line for line in logged.measured if line.get("host", "") == host and line.get("passes")]
+        starts = [(line["start_s"] + each[2], line, each) for line in lines for each in line["passes"]]
+        if not starts:
+            continue
+        first_s, line, (name, index, *_) = min(starts, key=lambda start: start[0])
+        starts_s = module.forward_start_s if name == "ForwardPass" else module.backward_start_s
+        shift_s = float(starts_s[0, line["replica"], line["stage"], index]) - first_s
         events += [
             TraceEvent(
                 f"{_PASSES[name]} {index}",
-                microbatch=index,
-                start_s=start_s - origin_s,
-                duration_s=duration_s,
-                **place,
+                line["stage"],
+                line["replica"],
+                index,
+                start_s + shift_s,
+                duration_s,
+                source="measured",
             )
-            for name, index, start_s, duration_s in passes
+            for start_s, line, (name, index, _, duration_s) in starts
         ]
     return events

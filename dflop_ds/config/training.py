@@ -20,7 +20,9 @@ class TelemetryConfig(Block):
         default=None, description="Training step that is traced, counted from 1. null: the last one."
     )
     plan_log: NonEmptyStr | None = Field(
-        default=None, description="JSONL file that receives each step's assignment. null: none."
+        default=None,
+        description="JSONL file that receives each step's assignment and what rank 0 measured; the other "
+        "ranks write beside it, with their number in the name. null: none.",
     )
 
     @model_validator(mode="after")

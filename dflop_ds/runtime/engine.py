@@ -21,8 +21,9 @@ from dflop_ds.runtime.adaptive import AdaptivePlanner
 from dflop_ds.runtime.dataloader import DflopDataLoader
 from dflop_ds.runtime.evaluation import evaluate
 from dflop_ds.runtime.feed import PlanFeed
-from dflop_ds.runtime.report import PlanLog
+from dflop_ds.runtime.report import PlanLog, forget_other_ranks
 from dflop_ds.runtime.telemetry import Telemetry
+from dflop_ds.scheduling.plan_log import rank_log
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 
 logger = logging.getLogger(__name__)
@@ -192,10 +193,15 @@ class DflopPipelineEngine(PipelineEngine):
         super().destroy()
 
     def _open_log(self, planner: StepPlanner, path: str | None) -> Callable[[PlannedStep], None] | None:
-        if path is None or self.global_rank != 0:
+        if path is None:
             return None
+        own = rank_log(Path(path), self.global_rank)
+        if self.global_rank != 0:
+            self._log = PlanLog(own, {})
+            return None
+        forget_other_ranks(own, self.world_size)
         names = dict(zip(planner.rows.tolist(), planner.table.sample_ids, strict=True))
-        self._log = PlanLog(Path(path), names)
+        self._log = PlanLog(own, names)
         return self._log.append
 
     def _wants_telemetry(self) -> bool:

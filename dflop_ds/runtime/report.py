@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from deepspeed import comm as dist
 
 from dflop_ds.config import DflopConfig
 from dflop_ds.runtime.telemetry import StepRecord, gather_steps, trace_events
-from dflop_ds.scheduling.plan_log import measured_line, plan_line
+from dflop_ds.scheduling.plan_log import measured_line, plan_line, rank_logs
 from dflop_ds.scheduling.planner import PlannedStep
 from dflop_ds.simulation.trace import write_trace
 
@@ -102,6 +103,8 @@ class PlanLog:
                 step_time_s=record.duration_s,
                 microbatch_s=[times_s[index] for index in sorted(times_s)],
                 passes=[(r.name, r.microbatch, r.start_s, r.duration_s) for r in record.compute()],
+                start_s=record.start_s,
+                host=socket.gethostname(),
             )
         )
 
@@ -111,6 +114,13 @@ class PlanLog:
             self._keep = None
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def forget_other_ranks(path: Path, world_size: int) -> None:
+    """Remove the logs of ranks that an earlier run had and this one has not."""
+    for rank, log in rank_logs(path).items():
+        if rank >= world_size:
+            log.unlink(missing_ok=True)
 
 
 def rewrite_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

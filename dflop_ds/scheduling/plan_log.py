@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import glob
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ def measured_line(
     step_time_s: float,
     microbatch_s: Sequence[float],
     passes: Sequence[tuple[str, int, float, float]] = (),
+    start_s: float = 0.0,
+    host: str = "",
 ) -> dict[str, Any]:
     """What is logged of a step that ran, as one rank measured it.
 
@@ -66,6 +69,10 @@ def measured_line(
         Forward plus backward seconds of each microbatch in this stage.
     passes : sequence of (instruction, microbatch, start_s, duration_s)
         Every forward and backward of this rank, from the start of the step.
+    start_s : float
+        Start of the step on the monotonic clock of the host.
+    host : str
+        Ranks of one host share its clock.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -76,6 +83,8 @@ def measured_line(
         "step_time_s": step_time_s,
         "microbatch_s": list(microbatch_s),
         "passes": [list(each) for each in passes],
+        "start_s": start_s,
+        "host": host,
     }
 
 
@@ -98,26 +107,49 @@ class LoggedStep:
     measured: list[dict[str, Any]]
 
 
+def rank_log(path: Path, rank: int) -> Path:
+    """File in which a rank logs: `path` itself for rank 0, which logs the plans as well."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def rank_logs(path: Path) -> dict[int, Path]:
+    """Logs of the ranks beside rank 0 that lie in the folder of its log, by rank."""
+    found = {}
+    for other in path.parent.glob(f"{glob.escape(path.stem)}.rank*{glob.escape(path.suffix)}"):
+        number = other.name[len(path.stem) + len(".rank") : len(other.name) - len(path.suffix)]
+        if number.isdigit():
+            found[int(number)] = other
+    return dict(sorted(found.items()))
+
+
 def read_plan_log(path: str | Path) -> list[LoggedStep]:
-    """Read a log, in the order in which the steps were planned.
+    """Read a log, in the order in which the steps were planned, with what other ranks logged beside it.
 
     Raises
     ------
     PlanError
         If the file or a line is not readable, or its plan does not match its digest.
     """
+    steps: dict[int, LoggedStep] = {}
+    for file in (Path(path), *rank_logs(Path(path)).values()):
+        _read_into(steps, file, planned=file == Path(path))
+    return list(steps.values())
+
+
+def _read_into(steps: dict[int, LoggedStep], path: Path, *, planned: bool) -> None:
+    """Add the lines of one file; only that of rank 0 has plans."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise PlanError(f"a plan log must be a readable file; {error}. Check the path.") from error
-    steps: dict[int, LoggedStep] = {}
     for number, row in enumerate(text.splitlines(), start=1):
         try:
             line = json.loads(row)
             if line["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema_version is {line['schema_version']}, {SCHEMA_VERSION} is read")
             if line["type"] == "measured":
-                steps[line["step"]].measured.append(line)
+                if planned or line["step"] in steps:
+                    steps[line["step"]].measured.append(line)
                 continue
             steps[line["step"]] = LoggedStep(_plan_of(line), line, [])
         except (KeyError, TypeError, ValueError) as error:
@@ -125,7 +157,6 @@ def read_plan_log(path: str | Path) -> list[LoggedStep]:
                 f"every line of a plan log must be whole, line {number} of {path} is not: {error!r}. "
                 "Remove a line that was cut off at the end; otherwise write the log again."
             ) from error
-    return list(steps.values())
 
 
 def _plan_of(line: Mapping[str, Any]) -> StepPlan:

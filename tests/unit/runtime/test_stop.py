@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from dflop_ds.runtime import random_state
-from dflop_ds.runtime.report import PlanLog
+from dflop_ds.runtime.report import PlanLog, forget_other_ranks
 from dflop_ds.runtime.stop import leave_signals_to_rank, on_signals
+from dflop_ds.scheduling.plan_log import rank_log
 
 
 def test_signals_ask_for_an_end_and_are_given_back() -> None:
@@ -59,3 +60,11 @@ def test_the_plan_log_of_a_resumed_run(tmp_path: Path) -> None:
     assert kept == [("plan", 0), ("measured", 0), ("plan", 1), ("plan", 2), ("plan", 3)]
     PlanLog(path, {})._write({"type": "plan", "step": 0})
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_logs_of_ranks_that_are_no_more_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    for rank in range(4):
+        rank_log(path, rank).write_text("")
+    forget_other_ranks(path, world_size=2)
+    assert [rank_log(path, rank).exists() for rank in range(4)] == [True, True, False, False]

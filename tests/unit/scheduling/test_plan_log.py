@@ -12,7 +12,7 @@ from dflop_ds.cli.main import main
 from dflop_ds.cost.model import SampleCosts
 from dflop_ds.errors import PlanError
 from dflop_ds.scheduling.order import EpochOrder
-from dflop_ds.scheduling.plan_log import audit, measured_line, plan_line, read_plan_log
+from dflop_ds.scheduling.plan_log import audit, measured_line, plan_line, rank_log, rank_logs, read_plan_log
 from dflop_ds.scheduling.planner import StepPlanner
 from dflop_ds.shapes import SampleShape, ShapeTable
 
@@ -97,3 +97,17 @@ def test_damaged_lines_are_named(text, tmp_path) -> None:
 def test_a_missing_log_is_an_explained_error(tmp_path, capsys) -> None:
     assert main(["schedule", "--audit", str(tmp_path / "none.jsonl")]) == 2
     assert "must be a readable file" in capsys.readouterr().err
+
+
+def test_other_ranks_log_beside_rank_0(lines, tmp_path) -> None:
+    path = _write(tmp_path / "my.plans.jsonl", lines)
+    assert rank_log(path, 0) == path
+    for rank in (1, 12):
+        # Step 7 was never planned in this run.
+        rows = [
+            measured_line(step, stage=rank, replica=0, step_time_s=2.0, microbatch_s=[2.0]) for step in (0, 7)
+        ]
+        _write(rank_log(path, rank), rows)
+    (tmp_path / "my.plans.rankX.jsonl").write_text("not ours")
+    assert list(rank_logs(path)) == [1, 12]
+    assert [line["stage"] for line in read_plan_log(path)[0].measured] == [0, 1, 12]
