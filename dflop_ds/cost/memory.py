@@ -236,8 +236,8 @@ class MemoryModel:
             buffers += _FP32_BYTES * setting.reduce_bucket_values
         return StageMemory(
             parameters_bytes=num_parameters * setting.value_bytes,
-            gradients_bytes=num_trained * _gradient_bytes(setting),
-            optimizer_bytes=num_trained * _optimizer_bytes(setting),
+            gradients_bytes=num_trained * gradient_bytes(setting),
+            optimizer_bytes=num_trained * optimizer_bytes(setting),
             activations_bytes=float(largest.sum()),
             recompute_bytes=widest if setting.activation_checkpointing else 0.0,
             backward_bytes=_BACKWARD_SHARE * widest,
@@ -254,11 +254,11 @@ class MemoryModel:
         return float(features.target_tokens.max()) * self.dims.llm.vocab * per_value
 
 
-def _gradient_bytes(setting: TrainingSetting) -> float:
+def gradient_bytes(setting: TrainingSetting) -> float:
     return setting.value_bytes + (_FP32_BYTES if setting.value_bytes < _FP32_BYTES else 0)
 
 
-def _optimizer_bytes(setting: TrainingSetting) -> float:
+def optimizer_bytes(setting: TrainingSetting) -> float:
     copies = _MOMENTS
     if setting.value_bytes < _FP32_BYTES or setting.zero_stage == 1:
         copies += 1  # the fp32 copy of the weights that the optimizer steps

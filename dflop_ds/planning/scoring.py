@@ -1,0 +1,171 @@
+"""An estimate and a bound of the step time of every candidate, by a few array operations on all at once.
+
+- The *bound* is what no schedule of the layout can beat: the work of the slowest stage divided by its replicas,
+  plus the reduction of the gradients and the optimizer step, which follow every step.
+- The *estimate* adds what is lost: filling and draining the pipeline, transfers, and the unevenness of bins,
+  taken from the drawn batches dealt into as many bins as the layout has. It is the mean over the batches of
+  the largest replica, not the largest of means.
+
+Stages are looked up in tables over depth, tensor degree, checkpointing and number of bins, so that the work
+per candidate is a handful of look-ups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from dflop_ds.cost.features import FloatArray
+from dflop_ds.planning import communication
+from dflop_ds.planning.candidates import NO_ENCODER, Candidates
+from dflop_ds.planning.stages import StageTable
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Of every candidate, arrays of shape (n,).
+
+    Attributes
+    ----------
+    estimate_s, bound_s : ndarray of float64
+    state_bytes : ndarray of float64
+        Mean over the stages of weights, gradients and optimizer state per GPU: the fullest needs no less.
+    """
+
+    estimate_s: FloatArray
+    bound_s: FloatArray
+    state_bytes: FloatArray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """Of the encoder, the LLM or the whole model: seconds per replica and step, bytes per GPU."""
+
+    slowest_s: FloatArray
+    all_s: FloatArray
+    update_s: FloatArray
+    state_bytes: FloatArray
+
+
+class Scorer:
+    """Estimates and bounds of candidates.
+
+    Parameters
+    ----------
+    stages : StageTable
+    """
+
+    def __init__(self, stages: StageTable) -> None:
+        self.stages = stages
+        self.workload = stages.workload
+
+    def scores(self, candidates: Candidates) -> Scores:
+        """Score all candidates."""
+        uniform = candidates.encoder[:, 0] == NO_ENCODER
+        size = len(candidates)
+        encoder = _Columns(*np.zeros((4, size)))
+        llm = _Columns(*np.zeros((4, size)))
+        for name, rows, degrees, columns in (
+            ("all", uniform, candidates.llm, llm),
+            ("llm", ~uniform, candidates.llm, llm),
+            ("encoder", ~uniform, candidates.encoder, encoder),
+        ):
+            if rows.any():
+                self._fill(columns, name, np.flatnonzero(rows), degrees[rows], candidates)
+        bottleneck_s = np.maximum(encoder.slowest_s, llm.slowest_s)
+        update_s = np.maximum(encoder.update_s, llm.update_s)
+        fill_s = (encoder.all_s + llm.all_s - bottleneck_s) / candidates.num_microbatches
+        depth = candidates.llm[:, 1] + candidates.encoder[:, 1]
+        moved_s = 2.0 * (depth - 1) * self._send_s(candidates)
+        return Scores(
+            estimate_s=bottleneck_s * self._unevenness(candidates) + fill_s + moved_s + update_s,
+            bound_s=bottleneck_s + update_s,
+            state_bytes=np.maximum(encoder.state_bytes, llm.state_bytes),
+        )
+
+    def _fill(
+        self, columns: _Columns, name: str, rows: IntArray, degrees: IntArray, candidates: Candidates
+    ) -> None:
+        """Write the columns of one part of the model at the given rows."""
+        tensor, depth, data = degrees.T
+        checkpointing = candidates.checkpointing[rows]
+        zero_stage = candidates.zero_stage[rows]
+        bins = candidates.llm[rows, 2] * candidates.num_microbatches[rows]
+        tensors, tensor_at = np.unique(tensor, return_inverse=True)
+        counts, bins_at = np.unique(bins, return_inverse=True)
+        depths, depth_at = np.unique(depth, return_inverse=True)
+        grid = np.array([(t, b) for t in tensors for b in counts])
+        slowest_s = np.empty((2, len(depths), len(grid)))
+        all_s, largest, mean = np.empty_like(slowest_s), *np.empty((2, 2, len(depths)))
+        for option in np.unique(checkpointing).astype(int):
+            totals_s = self.workload.layer_totals(grid[:, 0], bool(option), grid[:, 1])
+            for index, stages in enumerate(depths.tolist()):
+                held = self.stages.counts(name, stages, bool(option))
+                stage_s = held @ totals_s.T
+                slowest_s[option, index], all_s[option, index] = stage_s.max(axis=0), stage_s.sum(axis=0)
+                parameters = held @ self.stages.parameters
+                largest[option, index], mean[option, index] = parameters.max(), parameters.mean()
+        option = checkpointing.astype(np.int64)
+        at = (option, depth_at, tensor_at * len(counts) + bins_at)
+        columns.slowest_s[rows] = slowest_s[at] / data
+        columns.all_s[rows] = all_s[at] / data
+        columns.update_s[rows] = communication.update_s(
+            self.workload.hardware, tensor, data, largest[at[:2]], self.workload.value_bytes, zero_stage
+        )
+        per_parameter = self.workload.state_bytes_per_parameter(data, zero_stage)
+        columns.state_bytes[rows] = mean[at[:2]] / tensor * per_parameter
+
+    def _send_s(self, candidates: Candidates) -> FloatArray:
+        bins = candidates.llm[:, 2] * candidates.num_microbatches
+        gpus = candidates.llm.prod(axis=1) + candidates.encoder.prod(axis=1)
+        hardware = self.workload.hardware
+        return communication.send_s(hardware, self.transfer_bytes / bins, gpus > hardware.gpus_per_node)
+
+    @functools.cached_property
+    def transfer_bytes(self) -> float:
+        """Bytes that a whole batch sends over one boundary between stages, mean over the layers."""
+        workload = self.workload
+        per_kind = {
+            kind: float(
+                workload.memory_model.input_bytes(kind, workload.features, workload.value_bytes).sum()
+            )
+            for kind in workload.kinds
+        }
+        num_boundaries = max(1, len(workload.layers) - 1)
+        return sum(per_kind[kind] for kind in workload.layers[1:]) / num_boundaries / workload.num_batches
+
+    def _unevenness(self, candidates: Candidates) -> FloatArray:
+        """Expected slowest replica over the mean, of the batches dealt into equal bins."""
+        data, count = candidates.llm[:, 2], candidates.num_microbatches
+        keys = data * (self.workload.batch_size + 1) + count
+        unique, inverse = np.unique(keys, return_inverse=True)
+        factors = np.array([self._dealt(*divmod(key, self.workload.batch_size + 1)) for key in unique.tolist()])
+        return factors[inverse]
+
+    def _dealt(self, data: int, count: int) -> float:
+        """Samples dealt in turn, back and forth, from the costliest down; slowest replica over the mean."""
+        num_bins = data * count
+        worse = np.zeros((self.workload.num_batches, num_bins))
+        for module in self._descending_s:
+            rounds = module.reshape(len(worse), -1, num_bins).copy()
+            rounds[:, 1::2] = rounds[:, 1::2, ::-1]
+            bins = rounds.sum(axis=1)
+            worse = np.maximum(worse, bins / np.maximum(bins.mean(axis=1, keepdims=True), 1e-300))
+        return float(worse.reshape(len(worse), data, count).mean(axis=2).max(axis=1).mean())
+
+    @functools.cached_property
+    def _descending_s(self) -> tuple[FloatArray, FloatArray]:
+        """Seconds of every sample in encoder and LLM, from the costliest sample of a batch to the cheapest."""
+        workload = self.workload
+        costs = workload.layer_costs(1, False, workload.batch_size)
+        layers = np.array([workload.layers.count(kind) for kind in workload.kinds])
+        cut = workload.kinds.index("token_embed")
+        per_kind = (costs.forward_s + costs.backward_s) * layers[:, None, None]
+        modules = per_kind[:cut].sum(axis=0), per_kind[cut:].sum(axis=0)
+        order = np.argsort(-(modules[0] + modules[1]), axis=1)
+        return np.take_along_axis(modules[0], order, axis=1), np.take_along_axis(modules[1], order, axis=1)
