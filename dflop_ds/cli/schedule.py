@@ -16,6 +16,7 @@ from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.errors import ConfigError
 from dflop_ds.families import model_dims
 from dflop_ds.flops import ModelDims
+from dflop_ds.planning.analytic import model_layers
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.scheduling.plan_log import audit, read_plan_log
 from dflop_ds.scheduling.problem import Problem, imbalance
@@ -86,12 +87,6 @@ def sample_costs(table: ShapeTable, arguments: argparse.Namespace) -> SampleCost
     edges = balanced_split(layers, times_s, arguments.num_stages)
     stages = [layers[start:end] for start, end in itertools.pairwise(edges)]
     return CostModel(model, stages).sample_costs(table, samples_per_bin=max(1.0, len(table) / num_bins))
-
-
-def model_layers(dims: ModelDims) -> list[str]:
-    """Kind of every pipeline layer of a model, in order."""
-    layers = ["vision_embed", *dims.vision.layer_kinds, "projector", "token_embed"]
-    return [*layers, *["decoder_block"] * dims.llm.num_layers, "norm", "head"]
 
 
 def _problem(table: ShapeTable, costs: SampleCosts, arguments: argparse.Namespace) -> Problem:

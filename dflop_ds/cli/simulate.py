@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dflop_ds.cli.schedule import model_layers
 from dflop_ds.cli.timeline import draw_timeline
 from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, uses_bf16
 from dflop_ds.config.deepspeed_json import BATCH_KEYS
@@ -19,6 +18,7 @@ from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.split import configured_boundaries
 from dflop_ds.errors import ConfigError, CostModelError
 from dflop_ds.families import model_dims
+from dflop_ds.planning.analytic import model_layers
 from dflop_ds.planning.what_if import Model, SimulatedStep, WhatIf
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.scheduling.plan_log import LoggedStep, read_plan_log

@@ -255,10 +255,12 @@ class MemoryModel:
 
 
 def gradient_bytes(setting: TrainingSetting) -> float:
+    """Bytes of the gradient of one parameter, its fp32 copy included."""
     return setting.value_bytes + (_FP32_BYTES if setting.value_bytes < _FP32_BYTES else 0)
 
 
 def optimizer_bytes(setting: TrainingSetting) -> float:
+    """Bytes of the optimizer state of one parameter on one rank."""
     copies = _MOMENTS
     if setting.value_bytes < _FP32_BYTES or setting.zero_stage == 1:
         copies += 1  # the fp32 copy of the weights that the optimizer steps

@@ -11,6 +11,7 @@ Activation bytes count the tensors that autograd keeps of a pre-norm transformer
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -18,31 +19,37 @@ from dflop_ds.cost.features import FloatArray, MicrobatchFeatures, ProfileRow, f
 from dflop_ds.cost.layer_model import SCHEMA_VERSION, LayerCostModel
 from dflop_ds.cost.memory import MemoryModel
 from dflop_ds.cost.prior import DIRECTIONS, OVERHEAD, prior_terms
-from dflop_ds.flops import IMAGE_CHANNELS, ModelDims
+from dflop_ds.flops import ModelDims, NativeVisionDims, attention_flops
 from dflop_ds.planning.hardware import Hardware
 
 _NUM_SIZES = 24
 _SIZE_FIELDS = [field.name for field in dataclasses.fields(MicrobatchFeatures)]
 
 
-def layer_kinds(dims: ModelDims) -> list[str]:
-    """Kind of every pipeline layer of the model, in order."""
-    kinds = ["vision_embed", *["vision_block"] * dims.vision.num_layers, "projector", "token_embed"]
-    return [*kinds, *["decoder_block"] * dims.llm.num_layers, "norm", "head"]
+def model_layers(dims: ModelDims) -> list[str]:
+    """Kind of every pipeline layer of a model, in order."""
+    layers = ["vision_embed", *dims.vision.layer_kinds, "projector", "token_embed"]
+    return [*layers, *["decoder_block"] * dims.llm.num_layers, "norm", "head"]
 
 
 def parameter_counts(dims: ModelDims) -> dict[str, int]:
-    """Parameters of one layer of each kind; biases and norms included where such models have them."""
-    vision, llm = dims.vision, dims.llm
+    """Parameters of one layer of each kind; biases and norms as models of fixed tiles have them.
+
+    The projector's weights are counted by its FLOPs, so that one that joins positions first is too small.
+    """
+    encoder, llm = dims.vision, dims.llm
     query, key_value = llm.num_heads * llm.head_dim, llm.num_kv_heads * llm.head_dim
-    patch_values = IMAGE_CHANNELS * vision.patch_px**2
-    attention = 4 * vision.hidden * (vision.hidden + 1)
-    mlp = 2 * vision.hidden * vision.intermediate + vision.hidden + vision.intermediate
+    # A weight is one multiply-add per position; blocks of fixed tiles count their attention as well.
+    positions, per_weight = encoder.positions_per_input, 2.0 * encoder.positions_per_input
+    attention = 0.0
+    if positions > 1:
+        attention = attention_flops(float(positions * positions), encoder.hidden, causal=False)
+    block = round((encoder.block_flops_per_input - attention) / per_weight)
     decoder = llm.hidden * (2 * query + 2 * key_value + 3 * llm.intermediate + 2) + query + 2 * key_value
     return {
-        "vision_embed": vision.hidden * (patch_values + 1 + vision.patches_per_tile),
-        "vision_block": attention + mlp + 4 * vision.hidden,
-        "projector": llm.hidden * (vision.hidden + llm.hidden + 3),
+        "vision_embed": round(encoder.embed_flops_per_input / per_weight) + encoder.hidden * (1 + positions),
+        **dict.fromkeys(encoder.layer_kinds, block + 9 * encoder.hidden + encoder.intermediate),
+        "projector": round(encoder.projector_flops_per_input(llm.hidden) / per_weight) + 3 * llm.hidden,
         "token_embed": llm.vocab * llm.hidden,
         "decoder_block": decoder,
         "norm": llm.hidden,
@@ -69,18 +76,12 @@ def analytic_layer_model(dims: ModelDims, hardware: Hardware, dtype: str) -> Lay
     }
     nothing = MicrobatchFeatures(*(np.zeros(0) for _ in _SIZE_FIELDS))
     kinds = {}
-    for kind in dict.fromkeys(layer_kinds(dims)):
-        priors = {
-            direction: {
-                "prior": {
-                    name: seconds_per_unit[name]
-                    for name in (OVERHEAD, *prior_terms(kind, direction, nothing, dims))
-                },
-                "trees": None,
-            }
-            for direction in DIRECTIONS
-        }
-        kinds[kind] = {"ranges": [[0.0, np.inf]] * len(feature_names(kind)), **priors}
+    for kind in dict.fromkeys(model_layers(dims)):
+        entry: dict[str, Any] = {"ranges": [[0.0, np.inf]] * len(feature_names(kind))}
+        for direction in DIRECTIONS:
+            names = (OVERHEAD, *prior_terms(kind, direction, nothing, dims))
+            entry[direction] = {"prior": {name: seconds_per_unit[name] for name in names}, "trees": None}
+        kinds[kind] = entry
     content = {"schema_version": SCHEMA_VERSION, "dims": dims.to_dict(), "kinds": kinds}
     return LayerCostModel.from_dict(content, warn=False)
 
@@ -91,8 +92,8 @@ def analytic_memory_model(dims: ModelDims, value_bytes: int) -> MemoryModel:
     sizes = {name: rng.integers(1, 4096, _NUM_SIZES) for name in _SIZE_FIELDS}
     features = MicrobatchFeatures(*(sizes[name].astype(np.float64) for name in _SIZE_FIELDS))
     rows = []
-    for kind in dict.fromkeys(layer_kinds(dims)):
-        kept = np.rint(_kept_values(kind, dims, features) * value_bytes).astype(np.int64)
+    for kind in dict.fromkeys(model_layers(dims)):
+        kept = np.rint(_kept_bytes(kind, dims, features, value_bytes)).astype(np.int64)
         rows += [
             ProfileRow(
                 kind=kind,
@@ -106,25 +107,31 @@ def analytic_memory_model(dims: ModelDims, value_bytes: int) -> MemoryModel:
     return MemoryModel(rows, parameter_counts(dims), dims, value_bytes)
 
 
-def _kept_values(kind: str, dims: ModelDims, features: MicrobatchFeatures) -> FloatArray:
-    """Values that one layer keeps for its backward pass."""
-    vision, llm = dims.vision, dims.llm
-    patches = features.encoder_inputs * vision.patches_per_tile
+def _kept_bytes(kind: str, dims: ModelDims, features: MicrobatchFeatures, value_bytes: int) -> FloatArray:
+    """Bytes that one layer keeps for its backward pass."""
+    encoder, llm = dims.vision, dims.llm
+    positions = features.encoder_inputs * encoder.positions_per_input
     if kind == "vision_embed":
-        return features.encoder_inputs * IMAGE_CHANNELS * vision.tile_px**2
-    if kind == "vision_block":
-        # Two norms (input and output), query, key, value, attention output; both sides of the activation.
-        return patches * (8 * vision.hidden + 2 * vision.intermediate)
-    if kind == "projector":
-        return patches * (vision.hidden + 2 * llm.hidden) + features.media_tokens * llm.hidden
-    if kind == "token_embed":
+        values = features.encoder_inputs * float(encoder.values_per_input)
+    elif kind in encoder.layer_kinds:
+        # Two norms (input and output), query, key, value, attention output; both sides of the activation,
+        # and of the gate where there is one.
+        gated = isinstance(encoder, NativeVisionDims)
+        values = positions * float(8 * encoder.hidden + (4 if gated else 2) * encoder.intermediate)
+    elif kind == "projector":
+        values = positions * float(encoder.hidden + 2 * llm.hidden) + features.media_tokens * llm.hidden
+    elif kind == "token_embed":
         # Token ids, and where the media go: two 64-bit integers a token.
-        return features.llm_tokens * 8.0
-    if kind == "decoder_block":
+        return features.llm_tokens * 16.0
+    elif kind == "decoder_block":
         heads = llm.num_heads + llm.num_kv_heads
         # Two norms; query, key, value before and after rotation; attention output; gate, up, act, product.
-        values = 4 * llm.hidden + 3 * heads * llm.head_dim + 4 * llm.intermediate
-        return features.llm_tokens * float(values)
-    if kind == "norm":
-        return features.llm_tokens * 2.0 * llm.hidden
-    return features.target_tokens * float(llm.hidden)
+        per_token = 4 * llm.hidden + 3 * heads * llm.head_dim + 4 * llm.intermediate
+        values = features.llm_tokens * float(per_token)
+    elif kind == "norm":
+        values = features.llm_tokens * 2.0 * llm.hidden
+    else:
+        # The log-probabilities stay in fp32.
+        log_probabilities = features.target_tokens * 4.0 * llm.vocab
+        return features.target_tokens * float(llm.hidden * value_bytes) + log_probabilities
+    return values * float(value_bytes)

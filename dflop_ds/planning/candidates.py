@@ -75,8 +75,8 @@ def enumerate_layouts(stages: StageTable, space: SearchSpace) -> Candidates:
             rows.append((*row, count))
     if not rows:
         raise ConfigError(
-            f"some layout must use {space.num_gpus} GPUs and divide the batch of {workload.batch_size} samples "
-            f"among its replicas, found none with {space.kinds} layouts, tensor degrees up to "
+            f"some layout must use {space.num_gpus} GPUs and divide the batch of {workload.batch_size} "
+            f"samples among its replicas, found none with {space.kinds} layouts, tensor degrees up to "
             f"{space.max_tensor} and {len(workload.layers)} layers. Change the number of GPUs, or "
             "train_batch_size, or allow other layouts."
         )
@@ -106,9 +106,7 @@ def _tensor_degrees(stages: StageTable, space: SearchSpace, name: str) -> list[i
     return [t for t in per_node if t <= largest and all(number % t == 0 for number in heads)]
 
 
-def _degrees(
-    stages: StageTable, space: SearchSpace, name: str, num_gpus: int
-) -> list[tuple[int, int, int]]:
+def _degrees(stages: StageTable, space: SearchSpace, name: str, num_gpus: int) -> list[tuple[int, int, int]]:
     """Degrees of a part that use so many GPUs, with replicas that divide the batch."""
     found = []
     for tensor in _tensor_degrees(stages, space, name):
@@ -150,5 +148,3 @@ def _separate(stages: StageTable, space: SearchSpace) -> list[tuple[int, ...]]:
                 other = (*many[second].tolist(), data * int(ratio[first, second]))
                 found.add((*other, *one) if encoder_has_many else (*one, *other))
     return sorted(found)
-
-

@@ -1,76 +1,92 @@
-"""Seconds of collectives, transfers and the optimizer step, from the hardware description.
+"""Seconds of transfers, of the gradient reduction and of the optimizer step, from the hardware description.
 
-- A ring all-reduce of b bytes over n ranks passes ``2 (n - 1) / n * b`` bytes through every link in ``2 (n - 1)``
-  steps (Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
-- ZeRO-1 reduces gradients and gathers the updated weights: the same bytes (Rajbhandari et al. 2020,
-  arXiv 1910.02054, section 7.1).
+- Transfers and rings follow :mod:`dflop_ds.simulation.network`.
+- ZeRO-1 reduces gradients and gathers the updated weights: the same bytes as an all-reduce (Rajbhandari et
+  al. 2020, arXiv 1910.02054, section 7.1).
 - Adam reads gradient, weight copy and two moments and writes the last three, in fp32: 28 bytes a parameter.
 
-Ranks are placed as DeepSpeed's topology places them: the ranks of a tensor-parallel group are neighbours, then
-the replicas of a stage, then the stages.
+Ranks are placed as DeepSpeed's topology places them: the ranks of a tensor-parallel group are neighbours,
+then the replicas of a stage, then the stages; the encoder's GPUs come before the LLM's.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import numpy.typing as npt
 
 from dflop_ds.planning.hardware import Hardware
+from dflop_ds.planning.layout import Degrees, Layout
+from dflop_ds.simulation.network import Link, ring_all_reduce_s, ring_link
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 _ADAM_BYTES = 28.0
 
 
-def ring_s(
-    hardware: Hardware, num_ranks: npt.ArrayLike, num_bytes: npt.ArrayLike, across_nodes: npt.ArrayLike
-) -> FloatArray:
-    """Seconds of ring all-reduces, any shape; 0 for one rank."""
-    ranks = np.asarray(num_ranks, dtype=np.float64)
-    bandwidth, latency_s = _link(hardware, across_nodes)
-    step_s = latency_s + np.asarray(num_bytes, dtype=np.float64) / ranks / bandwidth
-    return np.where(ranks > 1, hardware.collective_latency_s + 2.0 * (ranks - 1.0) * step_s, 0.0)
+def node_links(hardware: Hardware) -> tuple[Link, Link]:
+    """Links of a GPU within its node and to other nodes."""
+    return (
+        Link(hardware.intra_node_latency_s, hardware.intra_node_bytes_per_s),
+        Link(hardware.inter_node_latency_s, hardware.inter_node_bytes_per_s),
+    )
 
 
-def send_s(hardware: Hardware, num_bytes: npt.ArrayLike, across_nodes: npt.ArrayLike) -> FloatArray:
-    """Seconds from one stage to the next, any shape."""
-    bandwidth, latency_s = _link(hardware, across_nodes)
-    return np.asarray(latency_s + np.asarray(num_bytes, dtype=np.float64) / bandwidth)
+def tensor_reduction_s(hardware: Hardware, tensor: int, num_bytes: npt.ArrayLike) -> FloatArray:
+    """Seconds of one all-reduce within a tensor-parallel group, without the start of the collective."""
+    return ring_all_reduce_s(num_bytes, tensor, node_links(hardware)[0])
 
 
-def update_s(
-    hardware: Hardware,
-    tensor: npt.ArrayLike,
-    data: npt.ArrayLike,
-    num_parameters: npt.ArrayLike,
-    gradient_bytes: int,
-    zero_stage: npt.ArrayLike,
-) -> FloatArray:
-    """Seconds to reduce the gradients of a stage over its replicas and step the optimizer, any shape.
+def reduce_s(hardware: Hardware, tensor: IntArray, data: IntArray, num_bytes: FloatArray) -> FloatArray:
+    """Seconds to reduce gradients over the replicas of a stage.
 
     Parameters
     ----------
     hardware : Hardware
-    tensor, data : array_like of int
+    tensor, data : ndarray, shape (n,)
         Parallel degrees.
-    num_parameters : array_like
-        Of the whole stage, before tensor parallelism divides them.
-    gradient_bytes : int
-        Bytes of one reduced gradient.
-    zero_stage : array_like of int
-        1: every replica steps its share only.
+    num_bytes : ndarray, shape (n,)
+        Gradients of one rank.
     """
-    own = np.asarray(num_parameters, dtype=np.float64) / np.asarray(tensor)
-    across = np.asarray(tensor) * np.asarray(data) > hardware.gpus_per_node
-    stepped = np.where(np.asarray(zero_stage) == 1, own / np.asarray(data), own)
-    return ring_s(hardware, data, own * gradient_bytes, across) + stepped * (
-        _ADAM_BYTES / hardware.memory_bytes_per_s
-    )
+    intra, inter = node_links(hardware)
+    result = np.zeros(len(data))
+    keys = tensor * (int(data.max(initial=0)) + 1) + data
+    for key in np.unique(keys):
+        rows = keys == key
+        width, replicas = int(tensor[rows][0]), int(data[rows][0])
+        if replicas > 1:
+            per_node = max(1, hardware.gpus_per_node // width)
+            link = ring_link(replicas, per_node, intra, inter)
+            result[rows] = hardware.collective_latency_s + ring_all_reduce_s(num_bytes[rows], replicas, link)
+    return result
 
 
-def _link(hardware: Hardware, across_nodes: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
-    across = np.asarray(across_nodes, dtype=np.bool_)
-    return (
-        np.where(across, hardware.inter_node_bytes_per_s, hardware.intra_node_bytes_per_s),
-        np.where(across, hardware.inter_node_latency_s, hardware.intra_node_latency_s),
-    )
+def optimizer_s(
+    hardware: Hardware, num_parameters: FloatArray, data: IntArray, zero_stage: IntArray
+) -> FloatArray:
+    """Seconds of Adam on the parameters of one rank; with ZeRO-1 every replica steps its share."""
+    share = np.where(zero_stage == 1, data, 1)
+    return num_parameters / share * (_ADAM_BYTES / hardware.memory_bytes_per_s)
+
+
+def stage_links(hardware: Hardware, layout: Layout) -> list[Link]:
+    """Link between every stage and the next; the slowest one that some replica uses."""
+    ranks: list[range] = []
+    for degrees in filter(None, (layout.encoder, layout.llm)):
+        ranks += _stage_ranks(degrees, ranks[-1].stop if ranks else 0)
+    intra, inter = node_links(hardware)
+    size = hardware.gpus_per_node
+    links = []
+    for here, there in itertools.pairwise(ranks):
+        one_node = here.start // size == (there.stop - 1) // size
+        shift = there.start - here.start
+        aligned = len(here) == len(there) and all(rank // size == (rank + shift) // size for rank in here)
+        links.append(intra if one_node or aligned else inter)
+    return links
+
+
+def _stage_ranks(degrees: Degrees, first: int) -> list[range]:
+    size = degrees.tensor * degrees.data
+    return [range(first + stage * size, first + (stage + 1) * size) for stage in range(degrees.pipeline)]

@@ -6,15 +6,16 @@ Figures of the presets and where they come from (GB and TFLOP are powers of ten)
   directions together (NVIDIA A100 datasheet, June 2021); one 200 Gb/s InfiniBand port per GPU (DGX A100
   user guide). 52 % of the peak is what Narayanan et al. 2021 (arXiv 2104.04473, table 1) reach on it.
 - H100 80 GB SXM: 989 dense bf16 TFLOP/s, 67 fp32 TFLOP/s, 80 GB at 3.35 TB/s, NVLink 900 GB/s (NVIDIA H100
-  datasheet; its 1,979 TFLOP/s are with sparsity); one 400 Gb/s port per GPU (DGX H100 user guide). 41 % is the
-  lowest of the utilisations that the README of Megatron-LM reports for it (41 to 48 %).
+  datasheet; its 1,979 TFLOP/s are with sparsity); one 400 Gb/s port per GPU (DGX H100 user guide). 41 % is
+  the lowest of the utilisations that the README of Megatron-LM reports for it (41 to 48 %).
 - H200 SXM: the same chip with 141 GB at 4.8 TB/s (NVIDIA H200 datasheet).
-- Share of the peak in attention: 0.6 on A100 (Dao 2023, arXiv 2307.08691, abstract: 50 to 73 %), 0.35 on Hopper
-  (Shah et al. 2024, arXiv 2407.08608, abstract: 35 % by FlashAttention-2).
+- Share of the peak in attention: 0.6 on A100 (Dao 2023, arXiv 2307.08691, abstract: 50 to 73 %), 0.35 on
+  Hopper (Shah et al. 2024, arXiv 2407.08608, abstract: 35 % by FlashAttention-2).
 - Latencies: one step of a ring, 3.4 us over NVLink and 14 us over the network, and 8.4 us per collective: the
   constants of NCCL's own tuning model (``src/graph/tuning.cc``, ring, simple protocol).
 - CPU, one core per rank: 96 fp32 GFLOP/s is 3 GHz with two 8-lane AVX2 multiply-adds a cycle; 25.6 GB/s is
-  one channel of DDR4-3200 (JEDEC JESD79-4), and a transfer within the machine passes it twice; 10 Gb/s Ethernet.
+  one channel of DDR4-3200 (JEDEC JESD79-4), and a transfer within the machine passes it twice; 10 Gb/s
+  Ethernet.
 
 Assumptions without a source, which a profile or a file of your own replaces: 100 us to launch a layer in one
 direction, and all shares, latencies, memory and overhead of ``cpu``.
@@ -64,19 +65,6 @@ class Hardware(BaseModel):
     collective_latency_s: Seconds = Field(description="Seconds to start one collective operation.")
 
 
-_HOPPER = {
-    "peak_flops_per_s": {"bfloat16": 989e12, "float32": 67e12},
-    "matmul_share": 0.41,
-    "attention_share": 0.35,
-    "layer_overhead_s": 1e-4,
-    "gpus_per_node": 8,
-    "intra_node_bytes_per_s": 450e9,
-    "inter_node_bytes_per_s": 50e9,
-    "intra_node_latency_s": 3.4e-6,
-    "inter_node_latency_s": 14e-6,
-    "collective_latency_s": 8.4e-6,
-}
-
 PRESETS: dict[str, Hardware] = {
     "a100-80g": Hardware(
         name="a100-80g",
@@ -93,8 +81,36 @@ PRESETS: dict[str, Hardware] = {
         inter_node_latency_s=14e-6,
         collective_latency_s=8.4e-6,
     ),
-    "h100-80g": Hardware(name="h100-80g", memory_bytes=80e9, memory_bytes_per_s=3.35e12, **_HOPPER),
-    "h200": Hardware(name="h200", memory_bytes=141e9, memory_bytes_per_s=4.8e12, **_HOPPER),
+    "h100-80g": Hardware(
+        name="h100-80g",
+        peak_flops_per_s={"bfloat16": 989e12, "float32": 67e12},
+        matmul_share=0.41,
+        attention_share=0.35,
+        memory_bytes=80e9,
+        memory_bytes_per_s=3.35e12,
+        layer_overhead_s=1e-4,
+        gpus_per_node=8,
+        intra_node_bytes_per_s=450e9,
+        inter_node_bytes_per_s=50e9,
+        intra_node_latency_s=3.4e-6,
+        inter_node_latency_s=14e-6,
+        collective_latency_s=8.4e-6,
+    ),
+    "h200": Hardware(
+        name="h200",
+        peak_flops_per_s={"bfloat16": 989e12, "float32": 67e12},
+        matmul_share=0.41,
+        attention_share=0.35,
+        memory_bytes=141e9,
+        memory_bytes_per_s=4.8e12,
+        layer_overhead_s=1e-4,
+        gpus_per_node=8,
+        intra_node_bytes_per_s=450e9,
+        inter_node_bytes_per_s=50e9,
+        intra_node_latency_s=3.4e-6,
+        inter_node_latency_s=14e-6,
+        collective_latency_s=8.4e-6,
+    ),
     "cpu": Hardware(
         name="cpu",
         peak_flops_per_s={"bfloat16": 96e9, "float32": 96e9},

@@ -1,4 +1,4 @@
-"""What is to be trained, on what: the user's samples drawn as global batches, and what they cost per layer."""
+"""What is to be trained, on what: the user's samples as global batches, and what they cost per layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.cost.memory import MemoryModel, TrainingSetting, gradient_bytes, optimizer_bytes
 from dflop_ds.cost.prior import OVERHEAD
 from dflop_ds.errors import ConfigError
-from dflop_ds.planning.communication import ring_s
+from dflop_ds.planning.communication import tensor_reduction_s
 from dflop_ds.planning.hardware import Hardware
 from dflop_ds.shapes import ShapeTable
 
@@ -23,7 +23,8 @@ IntArray = npt.NDArray[np.int64]
 TENSOR_REDUCTIONS = 2
 """All-reduces of a tensor-parallel block per direction (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
 
-_REDUCED_KINDS = ("vision_block", "decoder_block")
+_DRAWN_SAMPLES = 4096
+_REDUCED_KINDS = ("vision_block", "vision_window_block", "vision_frame_block", "decoder_block")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +58,14 @@ class Workload:
     hardware : Hardware
     value_bytes : int
         2 for bf16, 4 for fp32.
+    reduce_bucket_values : int
+        DeepSpeed's ``zero_optimization.reduce_bucket_size``, which ZeRO-1 allocates in fp32.
     checkpointed_profile : bool
         Whether the backward times of `layer_model` include a second forward.
     measured : bool
         Whether `layer_model` was fitted to measurements.
     num_batches : int
-        Global batches that are drawn.
+        Global batches that are drawn; 0: about 4,096 samples in all, in 2 to 8 batches.
     seed : int
 
     Raises
@@ -81,16 +84,31 @@ class Workload:
         memory_model: MemoryModel,
         hardware: Hardware,
         value_bytes: int = 2,
+        reduce_bucket_values: int = 500_000_000,
         checkpointed_profile: bool = False,
         measured: bool = True,
-        num_batches: int = 4,
+        num_batches: int = 0,
         seed: int = 0,
     ) -> None:
-        if not len(table) or batch_size < 1 or num_batches < 1:
+        if not len(table) or batch_size < 1 or num_batches < 0:
             raise ConfigError(
-                f"planning needs samples, a batch size and batches of at least 1, found {len(table)} samples, "
+                f"planning needs samples and a batch size of at least 1, found {len(table)} samples, "
                 f"batch_size {batch_size} and num_batches {num_batches}. Correct them."
             )
+        self._remake = functools.partial(
+            Workload,
+            layers,
+            batch_size=batch_size,
+            layer_model=layer_model,
+            memory_model=memory_model,
+            hardware=hardware,
+            value_bytes=value_bytes,
+            reduce_bucket_values=reduce_bucket_values,
+            checkpointed_profile=checkpointed_profile,
+            measured=measured,
+            num_batches=num_batches,
+            seed=seed,
+        )
         self.layers = tuple(layers)
         self.kinds = tuple(dict.fromkeys(layers))
         self.table = table
@@ -99,15 +117,14 @@ class Workload:
         self.memory_model = memory_model
         self.hardware = hardware
         self.value_bytes = value_bytes
+        self.reduce_bucket_values = reduce_bucket_values
         self.checkpointed_profile = checkpointed_profile
         self.measured = measured
         rng = np.random.default_rng(seed)
+        num_batches = num_batches or min(8, max(2, _DRAWN_SAMPLES // batch_size))
         # A batch holds every sample once; only a data set smaller than a batch repeats samples.
         self.rows: IntArray = np.stack(
-            [
-                rng.choice(len(table), batch_size, replace=batch_size > len(table))
-                for _ in range(num_batches)
-            ]
+            [rng.choice(len(table), batch_size, replace=batch_size > len(table)) for _ in range(num_batches)]
         )
         self.drawn = table.take(self.rows.ravel())
         self.features = MicrobatchFeatures.from_shapes(self.drawn)
@@ -123,6 +140,10 @@ class Workload:
         """Layers before the LLM: encoder and projector."""
         return self.layers.index("token_embed")
 
+    def with_rows(self, rows: IntArray) -> Workload:
+        """The same problem with some of the samples only."""
+        return self._remake(table=self.table.take(rows))
+
     def state_bytes_per_parameter(self, data: IntArray, zero_stage: IntArray) -> FloatArray:
         """Bytes of weight, gradient and optimizer state of a parameter, as the memory model counts them."""
         per_parameter = {}
@@ -132,7 +153,32 @@ class Workload:
             per_parameter[replicas, stage] = (
                 self.value_bytes + gradient_bytes(setting) + optimizer_bytes(setting)
             )
-        return np.array([per_parameter[pair] for pair in zip(data.tolist(), zero_stage.tolist(), strict=True)])
+        chosen = zip(data.tolist(), zero_stage.tolist(), strict=True)
+        return np.array([per_parameter[pair] for pair in chosen])
+
+    def kept_bytes(self, checkpointing: bool) -> FloatArray:
+        """Bytes that one layer of each kind keeps of a whole batch, shape (num_kinds,).
+
+        Mean over the batches, of the batch taken as one microbatch: no bins keep less in their sum.
+        """
+        model, whole = self.memory_model, self._mean_batch
+        if checkpointing:
+            return np.array([model.input_bytes(kind, whole, self.value_bytes)[0] for kind in self.kinds])
+        scale = self.value_bytes / model.value_bytes
+        return np.array([model.activation_bytes(kind, whole)[0] * scale for kind in self.kinds])
+
+    @functools.cached_property
+    def logits_bytes(self) -> float:
+        """Bytes of the logits of a whole batch with all their copies, mean over the batches."""
+        setting = TrainingSetting(self.value_bytes)
+        return self.memory_model.stage([["head"]], 0, self._mean_batch, setting).logits_bytes
+
+    @functools.cached_property
+    def _mean_batch(self) -> MicrobatchFeatures:
+        fields = dataclasses.fields(MicrobatchFeatures)
+        return MicrobatchFeatures(
+            *(np.array([getattr(self.features, field.name).sum() / self.num_batches]) for field in fields)
+        )
 
     def batch(self, index: int) -> ShapeTable:
         """Shapes of one drawn global batch."""
@@ -151,17 +197,15 @@ class Workload:
         for index, kind in enumerate(self.kinds):
             work_s, overhead_s, works = self._work(kind)
             sharing = self._sharing(works, self.batch_size / num_bins)
-            sent = self.memory_model.input_bytes(kind, self.features, self.value_bytes) / (
-                self.hardware.intra_node_bytes_per_s
-            )
-            passes = []
-            for direction in (0, 1):
-                time_s = work_s[direction] / tensor
-                fixed_s = overhead_s[direction]
-                if tensor > 1 and kind in _REDUCED_KINDS:
-                    time_s = time_s + TENSOR_REDUCTIONS * 2.0 * (tensor - 1) / tensor * sent
-                    fixed_s += TENSOR_REDUCTIONS * float(ring_s(self.hardware, tensor, 0.0, False))
-                passes.append(np.where(works, time_s + fixed_s / sharing, 0.0))
+            fixed_s, sent_s = self._tensor_reductions(kind, tensor)
+            passes = [
+                np.where(
+                    works,
+                    work_s[direction] / tensor + sent_s + (overhead_s[direction] + fixed_s) / sharing,
+                    0.0,
+                )
+                for direction in (0, 1)
+            ]
             if checkpointing != self.checkpointed_profile:
                 again = passes[0] if checkpointing else -passes[0]
                 passes[1] = np.maximum(passes[1] + again, 0.0)
@@ -184,13 +228,13 @@ class Workload:
         for index, kind in enumerate(self.kinds):
             sums = self._sums(kind)
             sharing = np.array([sums.sharing(self.batch_size / bins) for bins in num_bins])
-            reduced = kind in _REDUCED_KINDS
-            sent_s = np.where(reduced & (tensor > 1), TENSOR_REDUCTIONS * 2.0 * (tensor - 1) / tensor, 0.0)
-            start_s = TENSOR_REDUCTIONS * ring_s(self.hardware, tensor, 0.0, False) if reduced else 0.0
+            reductions = {int(t): self._tensor_reductions(kind, int(t)) for t in np.unique(tensor)}
+            fixed_s = np.array([reductions[int(t)][0] for t in tensor])
+            sent_s = np.array([float(reductions[int(t)][1].sum()) / self.num_batches for t in tensor])
             passes = [
                 sums.work_s[direction] / tensor
-                + sent_s * sums.sent_s
-                + sums.num_working * (sums.overhead_s[direction] + start_s) / sharing
+                + sent_s
+                + sums.num_working * (sums.overhead_s[direction] + fixed_s) / sharing
                 for direction in (0, 1)
             ]
             if checkpointing != self.checkpointed_profile:
@@ -199,14 +243,22 @@ class Workload:
             totals[:, index] = passes[0] + passes[1]
         return totals
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - as above
+    def _tensor_reductions(self, kind: str, tensor: int) -> tuple[float, FloatArray]:
+        """Seconds per launch and per sample, shape (n,), of reductions within a tensor-parallel group."""
+        if tensor == 1 or kind not in _REDUCED_KINDS:
+            return 0.0, np.zeros(len(self.features))
+        latency_s = float(tensor_reduction_s(self.hardware, tensor, 0.0))
+        size = self.memory_model.input_bytes(kind, self.features, self.value_bytes)
+        sent_s = TENSOR_REDUCTIONS * (tensor_reduction_s(self.hardware, tensor, size) - latency_s)
+        return TENSOR_REDUCTIONS * (self.hardware.collective_latency_s + latency_s), sent_s
+
     @functools.lru_cache(maxsize=32)  # noqa: B019 - as above
     def _sums(self, kind: str) -> _Sums:
         work_s, overhead_s, works = self._work(kind)
-        sent = self.memory_model.input_bytes(kind, self.features, self.value_bytes)
         return _Sums(
             (float(work_s[0].sum()) / self.num_batches, float(work_s[1].sum()) / self.num_batches),
             overhead_s,
-            float(sent.sum()) / self.hardware.intra_node_bytes_per_s / self.num_batches,
             float(works.sum()) / self.num_batches,
             float(works.mean()),
         )
@@ -223,7 +275,10 @@ class Workload:
         times_s = self.layer_model.predict_marginal(kind, self.features, spread)
         share = self._sharing(works, spread)
         work_s = np.stack(
-            [np.maximum(time_s - fixed_s / share, 0.0) for time_s, fixed_s in zip(times_s, overhead_s, strict=True)]
+            [
+                np.maximum(time_s - fixed_s / share, 0.0)
+                for time_s, fixed_s in zip(times_s, overhead_s, strict=True)
+            ]
         )
         return work_s, (overhead_s[0], overhead_s[1]), works
 
@@ -234,11 +289,10 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Of one layer of a kind over a batch: seconds of work, of overhead per launch, of sending its input."""
+    """Of one layer of a kind over a batch: seconds of work and of overhead per launch, samples with work."""
 
     work_s: tuple[float, float]
     overhead_s: tuple[float, float]
-    sent_s: float
     num_working: float
     share: float
 
@@ -251,4 +305,5 @@ def _sharing(share: float, samples_per_bin: float) -> float:
     if share == 0.0:
         return 1.0
     samples_per_bin = max(1.0, samples_per_bin)
-    return max(1.0, samples_per_bin * share / (1.0 - (1.0 - share) ** samples_per_bin))
+    working = 1.0 - float((1.0 - share) ** samples_per_bin)
+    return max(1.0, samples_per_bin * share / working)

@@ -1,0 +1,258 @@
+"""``dflop-ds plan``: choose stages, split, replicas and microbatches for the user's data and cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop, uses_bf16
+from dflop_ds.cost.files import read_json
+from dflop_ds.cost.layer_model import LayerCostModel
+from dflop_ds.cost.memory import MemoryModel
+from dflop_ds.errors import ConfigError, CostModelError
+from dflop_ds.families import model_dims
+from dflop_ds.flops import ModelDims
+from dflop_ds.planning import report
+from dflop_ds.planning.advice import Payoff, oversized_rows, what_is_missing
+from dflop_ds.planning.analytic import analytic_layer_model, analytic_memory_model, model_layers
+from dflop_ds.planning.baselines import best_blind, gain_of_balancing
+from dflop_ds.planning.evaluation import Evaluation
+from dflop_ds.planning.export import plan_config
+from dflop_ds.planning.hardware import PRESETS, Hardware, load_hardware
+from dflop_ds.planning.layout import SearchSpace
+from dflop_ds.planning.search import DEFAULT_SIMULATIONS, Search, search
+from dflop_ds.planning.stages import StageTable
+from dflop_ds.planning.workload import Workload
+from dflop_ds.profiling.table import ProfileTable, model_hash
+from dflop_ds.shapes import ShapeTable
+
+_MOST_LISTED = 10
+_ALL_TENSOR_DEGREES = 1 << 20
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb to the parser of ``dflop-ds``."""
+    parser = verbs.add_parser("plan", help="choose the parallel layout for your data, model and cluster")
+    add = parser.add_argument
+    add("config", type=Path, metavar="CONFIG", help="DeepSpeed configuration with a dflop block")
+    add("--gpus", type=int, required=True, metavar="N", help="GPUs to plan for")
+    add("--shapes", type=Path, required=True, metavar="FILE", help="of `dflop-ds profile data`")
+    add("--profile", type=Path, metavar="FILE", help="of `dflop-ds profile model`; default: the data sheet")
+    add("--hardware", default="a100-80g", metavar="H", help=f"{', '.join(PRESETS)} or a JSON file")
+    add("--gpu-memory-gb", type=float, metavar="GB", help="default: of the hardware")
+    add("--headroom", type=float, default=0.1, metavar="SHARE", help="memory left free; default: 0.1")
+    add("--batch-size", type=int, metavar="N", help="default: train_batch_size of CONFIG")
+    add(
+        "--layouts",
+        choices=("runtime", "all"),
+        default="runtime",
+        help="runtime: uniform pipelines without tensor parallelism, which training executes (default). "
+        "all: also tensor parallelism, and encoder and LLM on GPUs of their own",
+    )
+    add("--max-stages", type=int, default=0, metavar="N", help="most pipeline stages; default: no limit")
+    add(
+        "--simulations",
+        type=int,
+        default=DEFAULT_SIMULATIONS,
+        metavar="N",
+        help=f"layouts to simulate; 0: until proven; default: {DEFAULT_SIMULATIONS}",
+    )
+    add("--rows", type=int, default=8, metavar="N", help="rows of the ranking; default: 8")
+    add("--load-s", type=float, metavar="S", help="seconds in which a loader process loads an average sample")
+    add("--seed", type=int, default=0, metavar="S", help="of the drawn batches; default: 0")
+    add("--out", type=Path, metavar="FILE", help="DeepSpeed configuration to write")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, print, write; the exit code is 1 where nothing fits."""
+    ds_config = load_ds_config(arguments.config)
+    if arguments.out is not None and arguments.layouts != "runtime":
+        raise ConfigError(
+            "--out writes what training executes, found --layouts all. Use --layouts runtime with --out."
+        )
+    hardware = load_hardware(arguments.hardware)
+    profile = None if arguments.profile is None else ProfileTable.load(arguments.profile)
+    workload = make_workload(ds_config, arguments, hardware, profile)
+    limit_bytes = _limit_bytes(arguments, hardware)
+    space = SearchSpace(arguments.gpus, max_stages=arguments.max_stages)
+    if arguments.layouts == "all":
+        space = SearchSpace(
+            arguments.gpus, ("uniform", "separate"), _ALL_TENSOR_DEGREES, max_stages=arguments.max_stages
+        )
+    found = search(
+        workload,
+        space,
+        limit_bytes=limit_bytes,
+        max_simulations=arguments.simulations,
+        num_ranked=arguments.rows,
+    )
+    source = f"unmeasured, data sheet of {hardware.name}"
+    if workload.measured:
+        source = f"profile {arguments.profile}"
+    print(
+        f"{arguments.gpus} GPUs ({hardware.name}), {len(workload.table)} samples, {workload.num_batches} "
+        f"drawn batches of {workload.batch_size}; layer times: {source}; predictions, simulated steps"
+    )
+    best = found.best
+    if best is None:
+        print(f"\nno layout fits into {limit_bytes / 1e9:.1f} GB per GPU. What is missing:")
+        print("\n".join(what_is_missing(workload, space, found, limit_bytes)))
+        return 1
+    _print_plan(found, best, workload, limit_bytes, arguments.rows)
+    print("\n".join(_comparison(found, best, workload, limit_bytes, space.max_tensor)))
+    print(_payoff(best, workload, ds_config, arguments.load_s))
+    _print_oversized(workload, best, limit_bytes)
+    if arguments.out is not None:
+        _write(arguments, ds_config, best, workload, profile)
+    return 0
+
+
+def _write(
+    arguments: argparse.Namespace,
+    ds_config: dict[str, Any],
+    best: Evaluation,
+    workload: Workload,
+    profile: ProfileTable | None,
+) -> None:
+    # A profile with other checkpointing has other backward times: training then measures its own.
+    checkpointing = best.layout.activation_checkpointing
+    usable = profile is not None and profile.fingerprint.activation_checkpointing == checkpointing
+    content = plan_config(ds_config, best, workload, str(arguments.profile) if usable else None)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print(f"\nwrote {arguments.out} for {arguments.gpus} ranks")
+
+
+def _print_plan(
+    found: Search, best: Evaluation, workload: Workload, limit_bytes: float, num_rows: int
+) -> None:
+    print(report.search_line(found) + "\n")
+    print("\n".join(report.ranking_lines(found, workload, num_rows)) + "\n")
+    print("\n".join(report.plan_lines(best, workload, limit_bytes)) + "\n")
+
+
+def make_workload(
+    ds_config: dict[str, Any],
+    arguments: argparse.Namespace,
+    hardware: Hardware,
+    profile: ProfileTable | None,
+) -> Workload:
+    """The planning problem that the arguments describe.
+
+    Raises
+    ------
+    ConfigError
+        If the batch size is not given, or the profile is of another model.
+    """
+    config = parse_dflop(ds_config)
+    if config.model.path is None:
+        raise ConfigError("dflop.model.path must name a local model directory, found null. Set it.")
+    model_config = read_json(Path(config.model.path) / "config.json", "model config")
+    dims = model_dims(model_config)
+    layers = model_layers(dims)
+    dtype = "bfloat16" if uses_bf16(ds_config) else "float32"
+    value_bytes = 2 if dtype == "bfloat16" else 4
+    layer_model = analytic_layer_model(dims, hardware, dtype)
+    memory_model = analytic_memory_model(dims, value_bytes)
+    if profile is not None:
+        if profile.fingerprint.model_hash != model_hash(model_config):
+            raise ConfigError(
+                f"the profile must be of the model in {config.model.path}, found another model_hash in "
+                f"{arguments.profile}. Run `dflop-ds profile model` for this model."
+            )
+        layer_model = LayerCostModel(warn=False).fit(profile.rows, dims)
+        memory_model = _measured_memory(profile, dims, memory_model)
+    return Workload(
+        layers,
+        ShapeTable.load(arguments.shapes),
+        _batch_size(ds_config, arguments),
+        layer_model=layer_model,
+        memory_model=memory_model,
+        hardware=hardware,
+        value_bytes=value_bytes,
+        reduce_bucket_values=_reduce_bucket_values(ds_config),
+        checkpointed_profile=profile is not None and profile.fingerprint.activation_checkpointing,
+        measured=profile is not None,
+        seed=arguments.seed,
+    )
+
+
+def _measured_memory(profile: ProfileTable, dims: ModelDims, otherwise: MemoryModel) -> MemoryModel:
+    """Memory model of the profile, or the analytic one where the profile has no bytes."""
+    value_bytes = 2 if profile.fingerprint.dtype == "bfloat16" else 4
+    try:
+        return MemoryModel(profile.rows, profile.parameters, dims, value_bytes)
+    except CostModelError as error:
+        print(f"memory by formulas instead of the profile: {error}")
+        return otherwise
+
+
+def _reduce_bucket_values(ds_config: dict[str, Any]) -> int:
+    """DeepSpeed's bucket of gradients, two of them where communication overlaps."""
+    zero = ds_config.get("zero_optimization") or {}
+    size = int(float(zero.get("reduce_bucket_size", 5e8)))
+    return 2 * size if zero.get("overlap_comm") else size
+
+
+def _batch_size(ds_config: dict[str, Any], arguments: argparse.Namespace) -> int:
+    given = arguments.batch_size or ds_config.get("train_batch_size")
+    if isinstance(given, int) and given >= 1:
+        return given
+    if given is None:
+        config = parse_dflop(ds_config)
+        stages = config.parallel.pipeline_stages
+        if isinstance(stages, int) and arguments.gpus % stages == 0:
+            return BatchSizes.from_ds_config(ds_config, arguments.gpus // stages).train_batch_size
+    raise ConfigError(
+        f"the samples of a step must be given, found train_batch_size {given!r}. Set train_batch_size in the "
+        "configuration, or use --batch-size."
+    )
+
+
+def _limit_bytes(arguments: argparse.Namespace, hardware: Hardware) -> float:
+    if not 0.0 <= arguments.headroom < 1.0:
+        raise ConfigError(f"--headroom must be in [0, 1), found {arguments.headroom}. Correct it.")
+    memory_bytes = hardware.memory_bytes
+    if arguments.gpu_memory_gb is not None:
+        memory_bytes = arguments.gpu_memory_gb * 1e9
+    return float(memory_bytes * (1.0 - arguments.headroom))
+
+
+def _comparison(
+    found: Search, best: Evaluation, workload: Workload, limit_bytes: float, max_tensor: int
+) -> Sequence[str]:
+    """Gain over data-blind use of the same GPUs."""
+    stages = StageTable(workload)
+    others = {
+        "data-blind DeepSpeed (split by parameters)": best_blind(found, stages, "parameters", limit_bytes, 1),
+        "Megatron-style (equal layers, data-blind)": best_blind(
+            found, stages, "uniform", limit_bytes, max_tensor
+        ),
+    }
+    return report.comparison_lines(best, others)
+
+
+def _payoff(best: Evaluation, workload: Workload, ds_config: dict[str, Any], load_s: float | None) -> str:
+    loader_s = None
+    if load_s is not None:
+        workers = max(1, parse_dflop(ds_config).data.num_workers)
+        loader_s = workload.batch_size * load_s / (workers * best.layout.llm.data)
+    gain = gain_of_balancing(best, StageTable(workload))
+    return report.payoff_line(Payoff(gain, loader_s, best.step_s))
+
+
+def _print_oversized(workload: Workload, best: Evaluation, limit_bytes: float) -> None:
+    rows = oversized_rows(workload, best, limit_bytes)
+    if not len(rows):
+        print("every sample fits into a microbatch")
+        return
+    print(f"{len(rows)} samples would not fit, even alone in a microbatch:")
+    for row in rows[:_MOST_LISTED].tolist():
+        shape = workload.table[row]
+        print(f"  {shape.sample_id}: {shape.llm_tokens} tokens, {shape.encoder_inputs} encoder inputs")
+    if len(rows) > _MOST_LISTED:
+        print(f"  ... and {len(rows) - _MOST_LISTED} more")
