@@ -15,7 +15,6 @@ from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts
 from dflop_ds.cost.split import balanced_split, expected_layer_times
 from dflop_ds.errors import ConfigError
 from dflop_ds.families import model_dims
-from dflop_ds.flops import ModelDims
 from dflop_ds.planning.analytic import model_layers
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.scheduling.plan_log import audit, read_plan_log

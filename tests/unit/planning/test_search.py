@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dflop_ds.flops import AudioDims, ModelDims, NativeVisionDims
 from dflop_ds.planning.baselines import best_blind, gain_of_balancing, split_by_rule
 from dflop_ds.planning.candidates import enumerate_layouts
 from dflop_ds.planning.evaluation import Evaluator
@@ -12,7 +13,7 @@ from dflop_ds.planning.layout import SearchSpace
 from dflop_ds.planning.report import comparison_lines, plan_lines, ranking_lines, search_line
 from dflop_ds.planning.search import search
 from dflop_ds.planning.stages import StageTable
-from tests.support.planning import mixed_table, small_workload
+from tests.support.planning import DIMS, mixed_table, small_workload
 
 
 def everything(workload, space, limit_bytes):
@@ -106,5 +107,15 @@ def test_stage_times_are_balanced_by_time_not_by_layers():
     times = stages._layer_times_s(False)
     slowest = max(times[: sizes[0]].sum(), times[sizes[0] :].sum())
     assert slowest == pytest.approx(min(max(times[:c].sum(), times[c:].sum()) for c in range(1, 12)))
-    total = stages.workload.layer_totals(np.array([1]), False, np.array([4])) @ stages.counts("all", 1, False)[0]
-    assert times.sum() == pytest.approx(total[0])
+    totals = stages.workload.layer_totals(np.array([1]), False, np.array([4]))[0]
+    assert times.sum() == pytest.approx(totals @ stages.counts("all", 1, False)[0])
+
+
+@pytest.mark.parametrize(
+    "encoder",
+    [NativeVisionDims(320, 864, 4, 4, 14, 2, 2, (1, 3)), AudioDims(256, 1024, 4, 3, 128)],
+)
+def test_encoders_of_other_families_are_planned_too(encoder):
+    workload = small_workload(mixed_table(32), 8, dims=ModelDims(encoder, DIMS.llm))
+    found = search(workload, SearchSpace(4, ("uniform", "separate"), 4), limit_bytes=80e9)
+    assert sum(found.best.sizes) == len(workload.layers)
