@@ -14,6 +14,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
+from dflop_ds.families import MediaKind
+
 PADS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 MERGED_PX = 28
 IMAGE_SIZE = {"shortest_edge": 4 * MERGED_PX**2, "longest_edge": 20 * MERGED_PX**2}
@@ -68,3 +70,36 @@ def write_tiny_qwen2_5_vl(
         torch.manual_seed(seed)
         Qwen2_5_VLForConditionalGeneration(config).save_pretrained(model_dir)
     return model_dir
+
+
+def hugging_face_inputs(sample: Any, dataset: Any) -> dict[str, torch.Tensor]:
+    """Inputs of one loaded sample for the ``transformers`` model."""
+    blocks = sample.media_values.split([item.num_rows for item in sample.media])
+    inputs = {"input_ids": sample.input_ids[None]}
+    kinds = {MediaKind.WHOLE_IMAGE: ("pixel_values", "image_grid_thw")}
+    kinds[MediaKind.CLIP] = ("pixel_values_videos", "video_grid_thw")
+    for kind, (pixels, grids) in kinds.items():
+        members = [i for i, item in enumerate(sample.media) if item.kind is kind]
+        if members:
+            inputs[pixels] = torch.cat([blocks[i] for i in members])
+            inputs[grids] = torch.tensor([sample.media[i].extent[:3] for i in members])
+    if sample.media:
+        ids, rule = inputs["input_ids"], dataset.rule
+        is_image, is_clip = ids == rule.image_token_id, ids == rule.video_token_id
+        inputs["mm_token_type_ids"] = is_image.int() + 2 * is_clip.int()
+        intervals = [rule.token_grid(item).interval for item in sample.media if item.kind is MediaKind.CLIP]
+        inputs["second_per_grid_ts"] = torch.tensor(intervals) / rule.tokens_per_second
+    return inputs
+
+
+def reference_loss(model: Any, dataset: Any, indices: list[int]) -> torch.Tensor:
+    """Mean over the supervised tokens of a global batch, one sample after the other."""
+    total, num_terms = torch.zeros(()), 0
+    for index in indices:
+        sample = dataset[index]
+        inputs = hugging_face_inputs(sample, dataset)
+        logits = model(**inputs).logits
+        labels = sample.labels[1:]
+        losses = torch.nn.functional.cross_entropy(logits[0, :-1], labels, reduction="sum", ignore_index=-100)
+        total, num_terms = total + losses, num_terms + int((labels != -100).sum())
+    return total / num_terms
