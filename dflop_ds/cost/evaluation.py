@@ -152,7 +152,8 @@ def error_table(held_out: HeldOut) -> list[str]:
     """Lines of a table: one per target, the cost model first, then the error of each alternative."""
     names = list(held_out.predicted_s)
     head = ("predicted", "shapes", "MAPE", "p50", "p95", "max", "p90 holds", *names[1:])
-    widths = [15, 8, 8, 8, 8, 8, 11, *(len(name) + 2 for name in names[1:])]
+    widest = max(15, *(len(target) + 2 for target in held_out.measured_s))
+    widths = [widest, 8, 8, 8, 8, 8, 11, *(len(name) + 2 for name in names[1:])]
     lines = ["".join(f"{text:>{width}}" for text, width in zip(head, widths, strict=True))]
     for target, measured_s in held_out.measured_s.items():
         own = summarise_errors(held_out.predicted_s[names[0]][target], measured_s)

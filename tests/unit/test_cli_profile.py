@@ -7,10 +7,13 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.support.kinds import NATIVE_KINDS
+from tests.support.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 
 from dflop_ds.cli.main import main
 from dflop_ds.data.demo import build_demo
 from dflop_ds.data.demo_model import TinyModelDims
+from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.shapes import ShapeTable
 
 
@@ -74,6 +77,26 @@ def test_profile_and_report(demo, tmp_path, capsys, caplog):
     for text in ("stage 0", "stage 1", "decoder_block", "throughput interpolation", "p90 holds"):
         assert text in printed
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_encoder_of_native_resolution_is_profiled(demo, tmp_path, capsys):
+    """Patches and attention sums are in shapes and profile; the report and `schedule` take both."""
+    model_dir = write_tiny_qwen2_5_vl(tmp_path / "model", demo[1].model_dir)
+    config = json.loads(Path(demo[0]).read_text())
+    config["dflop"]["model"]["path"] = str(model_dir)
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    ds_json, shapes, out = str(tmp_path / "ds.json"), tmp_path / "shapes.npz", tmp_path / "profile.json"
+    assert main(["profile", "data", ds_json, "--out", str(shapes)]) == 0
+    table = ShapeTable.load(shapes)
+    assert (table.encoder_inputs == table.num_patches).all()
+    assert table.num_patches.sum() == 4 * (table.llm_tokens - table.text_tokens).sum()
+    assert main(["profile", "model", ds_json, "--out", str(out), "--budget-s", "0.1"]) == 0
+    rows = ProfileTable.load(out).rows
+    assert {row.kind for row in rows} == set(NATIVE_KINDS)
+    assert all(row.sum_squared_windows <= row.sum_squared_frames for row in rows)
+    files = ["--shapes", str(shapes), "--profile", str(out), "--model", str(model_dir / "config.json")]
+    assert main(["schedule", *files, "--num-microbatches", "4", "--num-stages", "2"]) == 0
+    assert "predicted saving" in capsys.readouterr().out
 
 
 def test_the_profile_of_another_model_is_refused(demo, tmp_path, capsys):
