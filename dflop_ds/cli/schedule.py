@@ -36,7 +36,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--num-stages", type=int, default=1, metavar="P", help="pipeline stages; default: 1")
     parser.add_argument("--num-samples", type=int, metavar="N", help="first N samples; default: all")
     parser.add_argument("--max-tokens", type=int, metavar="T", help="cap of LLM tokens in one microbatch")
-    parser.add_argument("--max-encoder-inputs", type=int, metavar="T", help="cap of tiles plus frames")
+    parser.add_argument("--max-encoder-inputs", type=int, metavar="T", help="cap of tiles, frames or patches")
     parser.add_argument("--policy", choices=POLICIES, default="cp_sat", help="default: cp_sat")
     parser.add_argument("--time-limit-s", type=float, default=1.0, metavar="S", help="default: 1")
     parser.add_argument("--num-workers", type=int, default=1, metavar="W", help="default: 1")

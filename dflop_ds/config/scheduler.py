@@ -43,8 +43,8 @@ class SchedulerConfig(Block):
     )
     max_encoder_inputs_per_microbatch: PositiveInt | Literal["auto"] | None = Field(
         default="auto",
-        description="Hard limit of tiles plus frames in one microbatch. auto: twice the mean, or the largest "
-        "sample. null: none.",
+        description="Hard limit of encoder inputs in one microbatch: tiles plus frames, patches where images "
+        "keep their size, audio positions. auto: twice the mean, or the largest sample. null: none.",
     )
     deterministic_time_s: float = Field(
         default=0.1,

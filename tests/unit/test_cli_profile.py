@@ -7,14 +7,14 @@ import logging
 from pathlib import Path
 
 import pytest
-from tests.support.kinds import NATIVE_KINDS
-from tests.support.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 
 from dflop_ds.cli.main import main
 from dflop_ds.data.demo import build_demo
 from dflop_ds.data.demo_model import TinyModelDims
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.shapes import ShapeTable
+from tests.support.kinds import NATIVE_KINDS
+from tests.support.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")
