@@ -142,7 +142,7 @@ class WindowBlock(PipelineLayer):
             return carry
         order = PatchOrder.of(vector, self.rule)
         # One chunk as far as the block is concerned: the attention function cuts it into segments.
-        whole = torch.tensor([0, len(hidden)], device=hidden.device)
+        whole = torch.tensor([0, len(hidden)])
         hidden = self.block(
             hidden,
             cu_seqlens=whole,
