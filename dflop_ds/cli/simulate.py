@@ -6,6 +6,7 @@ import argparse
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from dflop_ds.cli.timeline import draw_timeline
 from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, uses_bf16
 from dflop_ds.config.deepspeed_json import BATCH_KEYS
 from dflop_ds.cost.files import read_json
+from dflop_ds.cost.gradients import LayerTraining
 from dflop_ds.cost.memory import MemoryModel
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.split import configured_boundaries
@@ -98,9 +100,9 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
     sizes = BatchSizes.from_ds_config(ds_config, num_replicas)
     table = ShapeTable.load(arguments.shapes)
     profile = ProfileTable.load(arguments.profile)
-    model = _model(arguments, config, profile, bf16=uses_bf16(ds_config))
+    model = _model(arguments, config, profile, ds_config)
     boundaries = configured_boundaries(
-        config, model.layers, num_stages, model.times, table, sizes.micro_batch_size
+        config, model.layers, num_stages, model.times, table, sizes.micro_batch_size, model.training
     )
     if boundaries is None:
         raise ConfigError(
@@ -135,7 +137,9 @@ def _implied_replicas(ds_config: dict[str, object]) -> int:
     )
 
 
-def _model(arguments: argparse.Namespace, config: DflopConfig, profile: ProfileTable, *, bf16: bool) -> Model:
+def _model(
+    arguments: argparse.Namespace, config: DflopConfig, profile: ProfileTable, ds_config: dict[str, Any]
+) -> Model:
     path = arguments.model
     if path is None:
         if config.model.path is None:
@@ -154,9 +158,22 @@ def _model(arguments: argparse.Namespace, config: DflopConfig, profile: ProfileT
         layers=tuple(model_layers(dims)),
         times=LayerCostModel().fit(profile.rows, dims),
         memory=memory,
-        value_bytes=2 if bf16 else 4,
+        value_bytes=2 if uses_bf16(ds_config) else 4,
         activation_checkpointing=config.parallel.activation_checkpointing,
+        training=_training(ds_config, config),
     )
+
+
+def _training(ds_config: dict[str, Any], config: DflopConfig) -> tuple[LayerTraining, ...] | None:
+    """What is trained of each layer; patterns are resolved against the model as training does it."""
+    if not config.finetune.freeze:
+        return None
+    from dflop_ds.runtime.finetune import plan_finetuning
+    from dflop_ds.runtime.setup import layer_plans, read_model_config
+
+    plans = layer_plans(ds_config, config, read_model_config(config))
+    finetuning = plan_finetuning(config.finetune, plans)
+    return None if finetuning is None else finetuning.layers
 
 
 def _print_steps(what_if: WhatIf, steps: list[SimulatedStep], log: list[LoggedStep]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dflop_ds.config import BatchSizes, DflopConfig
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
+from dflop_ds.cost.gradients import LayerTraining
 from dflop_ds.cost.memory import MemoryModel
 from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts
 from dflop_ds.errors import PlanError
@@ -37,6 +38,8 @@ class Model:
     value_bytes : int
         Bytes of one activation value.
     activation_checkpointing : bool
+    training : tuple of LayerTraining or None
+        What is trained of each layer; None: everything.
     """
 
     layers: tuple[str, ...]
@@ -44,6 +47,7 @@ class Model:
     memory: MemoryModel | None
     value_bytes: int
     activation_checkpointing: bool
+    training: tuple[LayerTraining, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +109,10 @@ class WhatIf:
         self.num_replicas = num_replicas
         self.table, self.model, self.network, self.end = table, model, network, end
         self.stages = [model.layers[start:stop] for start, stop in itertools.pairwise(boundaries)]
-        self.costs = CostModel(model.times, self.stages)
+        training = None
+        if model.training is not None:
+            training = [model.training[start:stop] for start, stop in itertools.pairwise(boundaries)]
+        self.costs = CostModel(model.times, self.stages, training, model.activation_checkpointing)
         self.sizes = sizes
         self._config = config
 

@@ -146,3 +146,21 @@ def test_what_is_missing_is_named(files, change, message, capsys) -> None:
 def test_steps_must_be_positive(files, capsys) -> None:
     assert main([*_arguments(files), "--trace-step", "2"]) == 2
     assert "--trace-step below it" in capsys.readouterr().err
+
+
+def test_frozen_parts_have_less_to_do(files, tiny_demo, capsys) -> None:
+    # The demo model: embedding, 2 blocks and projector in stage 0, embedding, 2 blocks, norm and head in 1.
+    plan = json.loads((files / "plan.json").read_text())
+    plan["dflop"]["model"] = {"path": str(tiny_demo.model_dir)}
+    plan["dflop"]["parallel"]["split"] = [4, 5]
+    busy_s = []
+    for finetune in ({}, {"freeze": ["encoder", "projector"]}):
+        plan["dflop"]["finetune"] = finetune
+        (files / "plan.json").write_text(json.dumps(plan))
+        assert main(_arguments(files, "--policy", "blind")) == 0
+        lines = capsys.readouterr().out.splitlines()
+        table = lines[lines.index("") + 2 :]
+        busy_s.append([float(line.split()[2]) for line in table[:2]])
+    # A backward takes twice a forward here, and a stage without trained parameters has none.
+    assert busy_s[1][0] == pytest.approx(busy_s[0][0] / 3, rel=0.01)
+    assert busy_s[1][1] <= busy_s[0][1]
