@@ -45,7 +45,7 @@ from dflop_ds.models.layers import LayerPlan
 from dflop_ds.profiling.harness import Bench, profile_layers
 from dflop_ds.profiling.selection import choose_microbatches
 from dflop_ds.profiling.timer import BuiltLayer, LayerTimer, Timings, median_is_known
-from dflop_ds.runtime import setup
+from dflop_ds.runtime import data_setup, model_setup
 from dflop_ds.runtime.loss import packed_loss
 from dflop_ds.shapes import ShapeTable
 
@@ -170,18 +170,18 @@ def measure(sizes: Sizes, seed: int, folder: Path) -> dict[str, Any]:
     ds_config["dflop"]["model"]["path"] = str(demo.model_dir)
     ds_config["dflop"]["data"]["train_path"] = str(demo.train_path)
     config = parse_dflop(ds_config)
-    model_config = setup.read_model_config(config)
+    model_config = model_setup.read_model_config(config)
     dims = model_dims(json.loads(model_config.to_json_string(use_diff=False)))
-    dataset = setup.open_dataset(config)
+    dataset = data_setup.open_dataset(config)
     found = probe(dataset, max_tokens=32768, progress=False)
     timer = LayerTimer(torch.device("cpu"), False, packed_loss)
     bench = Bench(
         ProbedDataset(dataset, found.table, found.rows),
-        setup.make_collator(dataset, config),
+        data_setup.make_collator(dataset, config),
         timer,
         torch.float32,
     )
-    plans = setup.layer_plans(ds_config, config, model_config)
+    plans = model_setup.layer_plans(ds_config, config, model_config)
     measurer = Measurer(plans, bench)
     table = found.table
     bins = Bins(
