@@ -169,7 +169,7 @@ def _training(ds_config: dict[str, Any], config: DflopConfig) -> tuple[LayerTrai
     if not config.finetune.freeze:
         return None
     from dflop_ds.runtime.finetune import plan_finetuning
-    from dflop_ds.runtime.setup import layer_plans, read_model_config
+    from dflop_ds.runtime.model_setup import layer_plans, read_model_config
 
     plans = layer_plans(ds_config, config, read_model_config(config))
     finetuning = plan_finetuning(config.finetune, plans)
