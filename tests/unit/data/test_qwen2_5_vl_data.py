@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,20 @@ def test_what_the_processor_refuses_is_refused_by_the_scan(odd_set: LlavaDataset
             odd_set.processor.image_processor(Image.new("RGB", size[::-1]))
     with pytest.raises(DataError, match=r"sample '1x499'.*aspect ratio of at most 200"):
         probe(odd_set, max_tokens=100_000)
+
+
+def test_a_directory_with_one_joint_settings_file(
+    model_dir: Path, odd_set: LlavaDataset, tmp_path: Path
+) -> None:
+    """As ``Qwen2_5_VLProcessor.save_pretrained`` writes it."""
+    copied = shutil.copytree(model_dir, tmp_path / "model")
+    settings = {"image_processor": json.loads((copied / "preprocessor_config.json").read_text())}
+    settings["video_processor"] = json.loads((copied / "video_preprocessor_config.json").read_text())
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (copied / name).unlink()
+    (copied / "processor_config.json").write_text(json.dumps(settings))
+    options = {"media_root": odd_set.reader.root, "max_frames": 31, "frames_per_second": 5.0}
+    joint = from_pretrained_dir(copied, odd_set.records_path, **options)
+    assert joint.rule == odd_set.rule
+    for index in _usable(odd_set):
+        assert torch.equal(joint[index].media_values, odd_set[index].media_values)

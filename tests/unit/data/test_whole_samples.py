@@ -18,8 +18,9 @@ from dflop_ds.data.demo import DemoPaths
 from dflop_ds.data.probe import probe
 from dflop_ds.errors import DataError
 from tests.support.model_dirs import write_internvl_model
+from tests.support.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 
-FAMILIES = ["llava_onevision", "internvl"]
+FAMILIES = ["llava_onevision", "internvl", "qwen2_5_vl"]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,7 @@ def open_data(
 ) -> Callable[[str], LlavaDataset]:
     dirs = {"llava_onevision": tiny_demo.model_dir}
     dirs["internvl"] = write_internvl_model(tmp_path_factory.mktemp("internvl"))
+    dirs["qwen2_5_vl"] = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("qwen"), tiny_demo.model_dir)
     return lambda family: from_pretrained_dir(
         dirs[family], tiny_demo.train_path, media_root=tiny_demo.media_root
     )

@@ -104,13 +104,22 @@ def test_the_last_frame_of_an_odd_number_is_repeated(video_source: Any, num_fram
     assert found.num_patches == patches.shape[1]
 
 
+def test_clips_are_not_capped_unless_asked_for(video_source: Any) -> None:
+    """The default of the processor; it has announced another one."""
+    assert not video_source.Qwen2VLVideoProcessor.cap_pixels_per_frame
+    assert Qwen25VlRule.from_config({}).max_clip_tokens is None
+
+
 @pytest.mark.parametrize("num_frames", [2, 64, 311, 768])
 def test_frames_of_a_capped_clip_share_its_budget(
     video_source: Any, monkeypatch: pytest.MonkeyPatch, num_frames: int
 ) -> None:
     """``cap_pixels_per_frame``: the processor's resize is asked for the size it wants."""
     processor_class = video_source.Qwen2VLVideoProcessor
-    asked = lambda self, image, size, resample: (size.height, size.width)  # noqa: E731
+
+    def asked(self: Any, image: Any, size: SizeDict, resample: Any) -> tuple[int | None, int | None]:
+        return size.height, size.width
+
     monkeypatch.setattr(video_source.BaseVideoProcessor, "resize", asked)
     processor = object.__new__(processor_class)
     settings = {"cap_pixels_per_frame": True, "max_video_tokens": 32_000}
