@@ -3,9 +3,10 @@
 The demo model is profiled layer by layer. Then whole pipeline stages are run forward and backward on
 other microbatches, and on microbatches twice as large as the largest profiled one, and their measured
 times are compared with the predictions. Profile and test are measured in turn, so that both see the
-same machine; each test is measured in two passes, whose difference is the noise floor. The quantiles are
-calibrated on stage times of further microbatches, which are neither profiled nor tested. Nothing is
-emulated. Times are CPU times of the one computing thread.
+same machine; each test is run in three passes, far apart in time. Errors are those against the median of
+the passes; the difference of two passes is the noise floor. The quantiles are calibrated on single runs
+of further microbatches, which are neither profiled nor tested, and must cover single runs of the tests.
+Nothing is emulated. Times are CPU times of the one computing thread.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from dflop_ds.flops import ModelDims
 from dflop_ds.models.layers import LayerPlan
 from dflop_ds.profiling.harness import Bench, profile_layers
 from dflop_ds.profiling.selection import choose_microbatches
-from dflop_ds.profiling.timer import BuiltLayer, LayerTimer, Timings, median_is_known
+from dflop_ds.profiling.timer import BuiltLayer, LayerTimer, Timings
 from dflop_ds.runtime import data_setup, model_setup
 from dflop_ds.runtime.loss import packed_loss
 from dflop_ds.shapes import ShapeTable
@@ -55,7 +56,7 @@ SAMPLES_PER_BIN = 2
 NUM_STAGES = 2
 NUM_CHUNKS = 4
 NUM_PREDICTED = 4096
-MOST_REPEATS = 3
+NUM_PASSES = 3
 TARGETS = {
     "stage_mape": "<= 8 %",
     "p95_error": "<= 20 %",
@@ -82,8 +83,8 @@ class Sizes:
     doubled: int
 
 
-FULL = Sizes(samples=240, profiled=112, calibrated=40, tested=40, doubled=4)
-QUICK = Sizes(samples=120, profiled=66, calibrated=20, tested=14, doubled=2)
+FULL = Sizes(samples=240, profiled=100, calibrated=110, tested=50, doubled=4)
+QUICK = Sizes(samples=100, profiled=60, calibrated=16, tested=10, doubled=2)
 
 
 class Measurer:
@@ -119,17 +120,15 @@ class Measurer:
         ).rows
 
     def stage_times(self, members: Sequence[int]) -> list[float]:
-        """Median forward plus backward seconds of every stage on one microbatch."""
+        """Forward plus backward seconds of every stage on one microbatch, one run after a warm-up."""
         _, hidden, vector, labels = self.bench.inputs(members)
-        inputs, timings = [hidden], [Timings() for _ in self.stages]
+        times_s = []
         for stage in self.stages:
-            inputs.append(self.bench.timer.run(stage, inputs[-1], vector, labels, Timings()))
-        for _ in range(MOST_REPEATS):
-            for stage, leaf, timing in zip(self.stages, inputs, timings, strict=False):
-                self.bench.timer.run(stage, leaf, vector, labels, timing)
-            if all(median_is_known(timing.totals_s()) for timing in timings):
-                break
-        return [statistics.median(timing.totals_s()) for timing in timings]
+            self.bench.timer.run(stage, hidden, vector, labels, Timings())
+            timing = Timings()
+            hidden = self.bench.timer.run(stage, hidden, vector, labels, timing)
+            times_s += timing.totals_s()
+        return times_s
 
 
 def main() -> int:
@@ -190,9 +189,9 @@ def measure(sizes: Sizes, seed: int, folder: Path) -> dict[str, Any]:
         tested=random_bins(table, sizes.tested, seed + 2),
         doubled=double_bins(table, SAMPLES_PER_BIN, sizes, seed),
     )
-    rows, first_s, second_s = run_all(measurer, table, dims, bins)
+    rows, passes_s = run_all(measurer, table, dims, bins)
     stages = [[plan.kind for plan, _ in stage] for stage in measurer.stages]
-    return {"stages": stages, **compare(rows, dims, stages, table, bins, first_s, second_s)}
+    return {"stages": stages, **compare(rows, dims, stages, table, bins, passes_s)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,10 +230,10 @@ def run_all(
     table: ShapeTable,
     dims: ModelDims,
     bins: Bins,
-) -> tuple[list[ProfileRow], FloatArray, FloatArray]:
-    """Profile and test in turn; two passes over the tests, in opposite orders.
+) -> tuple[list[ProfileRow], FloatArray]:
+    """Profile and test in turn; three passes over the tests, every other one in the opposite order.
 
-    Microbatches that calibrate are measured once, in the first pass.
+    Microbatches that calibrate are run once, in the first pass.
     """
     profiled, tested = bins.profiled, bins.measured()
     kinds = [plan.kind for plan in measurer.plans]
@@ -244,18 +243,23 @@ def run_all(
         LayerCostModel(warn=False).fit(rows, dims), kinds, MicrobatchFeatures.from_bins(table, profiled)
     )
     measurer.cut(balanced_split(kinds, times_s, NUM_STAGES))
-    passes = np.zeros((2, len(tested), NUM_STAGES))
+    passes_s = np.zeros((NUM_PASSES, len(tested), NUM_STAGES))
     repeated = len(bins.tested) + len(bins.doubled)
     order = np.random.default_rng(0).permutation(len(tested)).tolist()
-    jobs = [(0, index) for index in order] + [(1, index) for index in reversed(order) if index < repeated]
+    jobs = [
+        (which, index)
+        for which in range(NUM_PASSES)
+        for index in (reversed(order) if which % 2 else order)
+        if which == 0 or index < repeated
+    ]
     job_chunks = np.array_split(np.arange(len(jobs)), NUM_CHUNKS)
     chunks = [[], *np.array_split(np.arange(begin, len(profiled)), NUM_CHUNKS - 1)]
     for chunk, job_chunk in zip(chunks, job_chunks, strict=True):
         rows += measurer.profile([profiled[int(index)] for index in chunk])
         for job in job_chunk:
             which, index = jobs[int(job)]
-            passes[which, index] = measurer.stage_times(tested[index])
-    return rows, passes[0], passes[1]
+            passes_s[which, index] = measurer.stage_times(tested[index])
+    return rows, passes_s
 
 
 def compare(
@@ -264,12 +268,11 @@ def compare(
     stages: list[list[str]],
     table: ShapeTable,
     bins: Bins,
-    first_s: FloatArray,
-    second_s: FloatArray,
+    passes_s: FloatArray,
 ) -> dict[str, Any]:
     """Errors of the cost model and of the alternatives, and the summary."""
     num, repeated = len(bins.tested), len(bins.tested) + len(bins.doubled)
-    measured_s = (first_s[:repeated] + second_s[:repeated]) / 2
+    measured_s = np.median(passes_s[:, :repeated], axis=0)
     inside = MicrobatchFeatures.from_bins(table, bins.tested)
     outside = MicrobatchFeatures.from_bins(table, bins.doubled)
     predictors = fit_predictors(rows, dims)
@@ -284,18 +287,22 @@ def compare(
         }
         errors[name]["all stages"] = summarise_errors(predicted_s.ravel(), measured_s[:num].ravel())
         errors[name]["2x range"] = summarise_errors(doubled_s.ravel(), measured_s[num:].ravel())
-    noise = summarise_errors(second_s[:num].ravel(), first_s[:num].ravel())
+    noise = summarise_errors(passes_s[1, :num].ravel(), passes_s[0, :num].ravel())
     quantiles = StageQuantiles().fit(rows, dims, stages)
     further = MicrobatchFeatures.from_bins(table, bins.calibrated)
-    quantiles.calibrate(model, further, first_s[repeated:])
-    p90_s = quantiles.predict(model, inside, 0.9)
-    p50_s = quantiles.predict(model, inside, 0.5)
+    quantiles.calibrate(model, further, passes_s[0, repeated:])
+    covered = {
+        level: coverage(
+            np.tile(quantiles.predict(model, inside, level).ravel(), NUM_PASSES), passes_s[:, :num].ravel()
+        )
+        for level in (0.5, 0.9)
+    }
     predict_ms, difference = speed_and_identity(model, stages, table)
     profiled = MicrobatchFeatures.from_rows(rows)
     own = errors["cost model"]
     return {
         "errors": {name: {t: dataclasses.asdict(e) for t, e in by.items()} for name, by in errors.items()},
-        "p50_coverage": coverage(p50_s.ravel(), measured_s[:num].ravel()),
+        "p50_coverage": covered[0.5],
         "doubled_tokens": float(outside.llm_tokens.max() / profiled.llm_tokens.max()),
         "doubled_encoder_inputs": float(outside.encoder_inputs.max() / profiled.encoder_inputs.max()),
         "num_rows": len(rows),
@@ -303,7 +310,7 @@ def compare(
             "stage_mape": own["all stages"].mape,
             "p95_error": own["all stages"].p95,
             "extrapolation_error": own["2x range"].mape,
-            "p90_coverage": coverage(p90_s.ravel(), measured_s[:num].ravel()),
+            "p90_coverage": covered[0.9],
             "interpolation_mape": errors["throughput interpolation"]["all stages"].mape,
             "noise_floor_mape": noise.mape,
             "predict_4096_ms": predict_ms,
