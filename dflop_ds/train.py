@@ -20,6 +20,7 @@ from deepspeed import comm as dist
 from dflop_ds.config import DflopConfig, load_ds_config, parse_dflop
 from dflop_ds.errors import ConfigError, DflopError
 from dflop_ds.runtime import distributed
+from dflop_ds.runtime.adapter import save_adapter
 from dflop_ds.runtime.initialize import initialize
 from dflop_ds.runtime.report import rewrite_lines, write_reports
 from dflop_ds.runtime.setup import Setup, prepare
@@ -63,6 +64,8 @@ def train(args: argparse.Namespace) -> None:
         resume(engine, config)
         run_steps(engine, setup, config)
         write_reports(engine, config)
+        if config.finetune.lora is not None:
+            save_adapter(setup.model, Path(config.train.output_dir) / "adapter", config.model.path or "")
     finally:
         engine.destroy()
 

@@ -10,7 +10,7 @@ from dflop_ds.config.deepspeed_json import (
     validate_for_pipeline,
     with_fp32_accumulation,
 )
-from dflop_ds.config.finetune import FinetuneConfig, ParamGroup
+from dflop_ds.config.finetune import FinetuneConfig, LoraSettings, ParamGroup
 from dflop_ds.config.model import ModelConfig, ParallelConfig
 from dflop_ds.config.scheduler import CostConfig, SchedulerConfig
 from dflop_ds.config.schema import BLOCK, DflopConfig, json_schema, parse_dflop
@@ -24,6 +24,7 @@ __all__ = [
     "DataConfig",
     "DflopConfig",
     "FinetuneConfig",
+    "LoraSettings",
     "LossConfig",
     "ModelConfig",
     "ParallelConfig",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from dflop_ds.config.base import Block, NonEmptyStr
+from dflop_ds.config.base import Block, NonEmptyStr, PositiveInt
 
 Patterns = Annotated[list[NonEmptyStr], Field(min_length=1)]
 
@@ -29,6 +29,23 @@ class ParamGroup(Block):
         return self
 
 
+class LoraSettings(Block):
+    """``dflop.finetune.lora``: low-rank adapters beside frozen weights."""
+
+    match: Patterns = Field(
+        description="Modules or parameters, as in dflop.finetune.freeze, whose linear layers get an adapter; "
+        "the output head never does."
+    )
+    rank: PositiveInt = Field(default=8, description="Rank of the adapters (r of peft).")
+    alpha: float = Field(default=16.0, gt=0, description="The adapter's output is scaled by alpha / rank.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    also_train: list[NonEmptyStr] = Field(
+        default_factory=list,
+        description="Modules or parameters that are trained as a whole beside the adapters; all other "
+        "weights are frozen.",
+    )
+
+
 class FinetuneConfig(Block):
     """``dflop.finetune``: which part of the model is trained."""
 
@@ -36,6 +53,9 @@ class FinetuneConfig(Block):
         default_factory=list,
         description="Parts that keep their weights: modules (encoder, projector, llm, llm.embed, "
         "llm.layers.3, ...) or glob patterns over Hugging Face parameter names (*.bias).",
+    )
+    lora: LoraSettings | None = Field(
+        default=None, description="Train low-rank adapters (needs peft). null: none."
     )
     param_groups: list[ParamGroup] = Field(
         default_factory=list,

@@ -39,7 +39,8 @@ class PipelineLayer(nn.Module):
         raise NotImplementedError
 
     def hf_name(self, local_name: str) -> str:
-        """Hugging Face name of a local parameter."""
+        """Hugging Face name of a local parameter; a weight beside an adapter keeps the name that it had."""
+        local_name = local_name.replace(".base_layer.", ".")
         for local, remote in self.hf_prefixes().items():
             if local_name == local or local_name.startswith(local + "."):
                 return remote + local_name[len(local) :]

@@ -16,7 +16,7 @@ import torch
 
 from dflop_ds.config.explain import nearest
 from dflop_ds.errors import ConfigError
-from dflop_ds.models.layers import LayerPlan
+from dflop_ds.models.layers import LayerPlan, PipelineLayer
 
 _PATHS = {
     "projector": "projector",
@@ -48,17 +48,26 @@ class NamedWeight:
     num_values: int
 
 
-def named_weights(plans: Sequence[LayerPlan]) -> list[NamedWeight]:
-    """Every parameter of the whole model, in pipeline order; layers are built without memory."""
-    weights = []
-    for index, (plan, module) in enumerate(zip(plans, module_paths(plans), strict=True)):
-        with torch.device("meta"):
-            layer = plan.build()
-        weights += [
-            NamedWeight(index, module, layer.hf_name(name), parameter.numel())
-            for name, parameter in layer.named_parameters()
-        ]
-    return weights
+def build_without_memory(plans: Sequence[LayerPlan]) -> list[PipelineLayer]:
+    """Every layer of the whole model, in pipeline order, with shapes but no values."""
+    with torch.device("meta"):
+        return [plan.build() for plan in plans]
+
+
+def named_weights(plans: Sequence[LayerPlan], layers: Sequence[PipelineLayer]) -> list[NamedWeight]:
+    """Every parameter of the whole model, in pipeline order.
+
+    Parameters
+    ----------
+    plans : sequence of LayerPlan
+    layers : sequence of PipelineLayer
+        Built from them, see :func:`build_without_memory`.
+    """
+    return [
+        NamedWeight(index, module, layer.hf_name(name), parameter.numel())
+        for index, (layer, module) in enumerate(zip(layers, module_paths(plans), strict=True))
+        for name, parameter in layer.named_parameters()
+    ]
 
 
 def module_paths(plans: Sequence[LayerPlan]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from dflop_ds.config import FinetuneConfig
 from dflop_ds.cost.gradients import LayerTraining, layer_training
 from dflop_ds.errors import ConfigError
 from dflop_ds.models.layers import LayerPlan, PipelineLayer
-from dflop_ds.models.selection import named_weights, select
+from dflop_ds.models.lora import Adapters, adapter_weights
+from dflop_ds.models.selection import NamedWeight, build_without_memory, named_weights, select
 
 logger = logging.getLogger(__name__)
 
 _FREEZE_KEY = "dflop.finetune.freeze"
+_LORA_KEY = "dflop.finetune.lora"
 GROUPS_KEY = "dflop.finetune.param_groups"
 
 
@@ -35,15 +37,24 @@ class Finetuning:
         State of every pipeline layer.
     groups : tuple of (frozenset of str, dict)
         Names of the parameters with own optimizer settings, and these; the first match counts.
+    adapters : Adapters or None
     """
 
     frozen: frozenset[str]
     layers: tuple[LayerTraining, ...]
     groups: tuple[tuple[frozenset[str], dict[str, float]], ...] = ()
+    adapters: Adapters | None = None
 
 
-def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan]) -> Finetuning | None:
+def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan], seed: int = 0) -> Finetuning | None:
     """Resolve the patterns of a configuration against the whole model.
+
+    Parameters
+    ----------
+    config : FinetuneConfig
+    plans : sequence of LayerPlan
+    seed : int
+        Of the initial adapters.
 
     Returns
     -------
@@ -57,8 +68,18 @@ def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan]) -> Finet
     """
     if config == FinetuneConfig():
         return None
-    weights = named_weights(plans)
+    layers = build_without_memory(plans)
+    weights = named_weights(plans, layers)
     frozen = select(config.freeze, weights, _FREEZE_KEY)
+    adapters = None
+    if config.lora is not None:
+        chosen = adapter_weights(layers, select(config.lora.match, weights, f"{_LORA_KEY}.match"))
+        adapters = Adapters(config.lora, chosen, seed)
+        kept = select(config.lora.also_train, weights, f"{_LORA_KEY}.also_train")
+        frozen |= {weight.name for weight in weights} - kept
+        for index, layer in enumerate(layers):
+            adapters.inject(layer, index)
+        weights = named_weights(plans, layers)
     groups = tuple(
         (
             select(group.match, weights, f"{GROUPS_KEY}[{number}].match"),
@@ -66,6 +87,12 @@ def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan]) -> Finet
         )
         for number, group in enumerate(config.param_groups)
     )
+    return Finetuning(frozen, _layer_states(weights, len(plans), frozen, config), groups, adapters)
+
+
+def _layer_states(
+    weights: Sequence[NamedWeight], num_layers: int, frozen: frozenset[str], config: FinetuneConfig
+) -> tuple[LayerTraining, ...]:
     total: Counter[int] = Counter()
     trained: Counter[int] = Counter()
     for weight in weights:
@@ -77,17 +104,17 @@ def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan]) -> Finet
             "Remove a pattern."
         )
     logger.info("%d of %d parameters are trained", sum(trained.values()), sum(total.values()))
-    indices = range(len(plans))
-    layers = layer_training([trained[i] for i in indices], [total[i] for i in indices])
-    return Finetuning(frozen, tuple(layers), groups)
+    indices = range(num_layers)
+    return tuple(layer_training([trained[i] for i in indices], [total[i] for i in indices]))
 
 
-def freeze_layers(layers: Iterable[PipelineLayer], frozen: frozenset[str]) -> None:
-    """Take the named parameters of the local layers out of training."""
-    for layer in layers:
+def apply(finetuning: Finetuning, layers: Mapping[int, PipelineLayer]) -> None:
+    """Put adapters into the local layers (by index) and train exactly what is meant to be trained."""
+    for index, layer in layers.items():
+        if finetuning.adapters is not None:
+            finetuning.adapters.inject(layer, index)
         for name, parameter in layer.named_parameters():
-            if layer.hf_name(name) in frozen:
-                parameter.requires_grad_(False)
+            parameter.requires_grad_(layer.hf_name(name) not in finetuning.frozen)
 
 
 def checkpoint_function(reentrant: bool) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.errors import ConfigError
 from dflop_ds.models.layers import LayerPlan, PipelineLayer
 from dflop_ds.runtime import compat
-from dflop_ds.runtime.finetune import Finetuning, freeze_layers
+from dflop_ds.runtime.finetune import Finetuning, apply
 from dflop_ds.runtime.loss import packed_loss
 
 logger = logging.getLogger(__name__)
@@ -113,13 +113,13 @@ class DflopPipelineModule(PipelineModule):
         return [self.layer_kinds[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def finetune(self, finetuning: Finetuning) -> None:
-        """Freeze what is not trained of the local stage.
+        """Freeze what is not trained of the local stage, and put adapters into it; weights are loaded before.
 
         A stage without any trained parameter gets one of a single value that nothing reads: DeepSpeed
         builds an optimizer on every rank, and none works without parameters. Its gradient stays zero.
         """
         self.finetuning = finetuning
-        freeze_layers(self.local_layers(), finetuning.frozen)
+        apply(finetuning, self.indexed_layers())
         if not any(parameter.requires_grad for parameter in self.parameters()):
             self.register_parameter("idle_anchor", nn.Parameter(torch.zeros(1)))
         compat.count_in_gradient_norm(self)
@@ -139,12 +139,17 @@ class DflopPipelineModule(PipelineModule):
 
     def local_layers(self) -> list[PipelineLayer]:
         """Modules built on this rank, in order; a tied module occurs once."""
-        owners = [
-            self.tied_modules[plan.tied_key] if plan.tied_key else getattr(self, str(index))
-            for index, plan in enumerate(self.plans)
-            if self._local_start <= index < self._local_stop
-        ]
-        return list(dict.fromkeys(owners))
+        return list(self.indexed_layers().values())
+
+    def indexed_layers(self) -> dict[int, PipelineLayer]:
+        """Modules built on this rank by the index of their first layer."""
+        found: dict[int, PipelineLayer] = {}
+        for index in range(self._local_start, self._local_stop):
+            plan = self.plans[index]
+            layer = self.tied_modules[plan.tied_key] if plan.tied_key else getattr(self, str(index))
+            if not any(layer is other for other in found.values()):
+                found[index] = layer
+        return found
 
     def weight_names(self) -> dict[int, dict[str, str]]:
         """By index of each local layer, the Hugging Face name of each of its weights by local name.

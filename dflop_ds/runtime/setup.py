@@ -80,7 +80,7 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
         eval_dataset = open_probed(config, model_config, config.data.eval_path, None)
     collate_fn = make_collator(dataset.dataset, config)
     plans = distributed.together(lambda: layer_plans(ds_config, config, model_config))
-    finetuning = distributed.together(lambda: plan_finetuning(config.finetune, plans))
+    finetuning = distributed.together(lambda: plan_finetuning(config.finetune, plans, config.seed))
     layer_model = boundaries = None
     if config.enabled:
         layer_model = _cost_model(ds_config, config, model_config, plans, dataset, collate_fn, sizes)

@@ -152,7 +152,7 @@ def test_training_inputs_are_required_all_at_once():
 def test_schema_documents_every_field():
     schema = json_schema()
     models = [schema, *schema["$defs"].values()]
-    assert len(models) == 11
+    assert len(models) == 12
     for model in models:
         assert model["additionalProperties"] is False
         for name, field in model["properties"].items():

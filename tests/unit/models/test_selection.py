@@ -12,7 +12,13 @@ from dflop_ds.config import FinetuneConfig, ParamGroup
 from dflop_ds.data.demo import DemoPaths
 from dflop_ds.errors import ConfigError
 from dflop_ds.models.llava_onevision import pipeline_layers
-from dflop_ds.models.selection import NamedWeight, module_paths, named_weights, select
+from dflop_ds.models.selection import (
+    NamedWeight,
+    build_without_memory,
+    module_paths,
+    named_weights,
+    select,
+)
 from dflop_ds.runtime.finetune import plan_finetuning
 
 
@@ -23,7 +29,7 @@ def plans(tiny_demo: DemoPaths) -> Any:
 
 @pytest.fixture(scope="module")
 def weights(plans: Any) -> list[NamedWeight]:
-    return named_weights(plans)
+    return named_weights(plans, build_without_memory(plans))
 
 
 def test_modules_are_named_by_kind_and_number(plans: Any) -> None:

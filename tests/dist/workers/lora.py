@@ -1,0 +1,23 @@
+"""Steps with adapters: exports before and after, losses, gradients of the last step."""
+
+import os
+
+import numpy as np
+from tests.support.training import keep_gradients, leave, report, start, worker_arguments
+
+from dflop_ds.runtime.adapter import save_adapter
+
+arguments = worker_arguments()
+engine, setup = start(arguments["config"])
+base = {n: p.detach().clone() for n, p in setup.model.named_parameters() if not p.requires_grad}
+save_adapter(setup.model, f"{arguments['out']}/before", "base")
+kept = keep_gradients(engine)
+losses = [float(engine.train_batch()) for _ in range(arguments["num_steps"])]
+save_adapter(setup.model, f"{arguments['out']}/after", "base")
+np.savez(f"{arguments['out']}/grads{os.environ['RANK']}.npz", **{n: g.numpy() for n, g in kept.items()})
+unchanged = all(bool((p == base[n]).all()) for n, p in setup.model.named_parameters() if n in base)
+result = {"losses": losses, "unchanged": unchanged, "num_frozen": len(base)}
+result["eval"] = engine.evaluate(setup.dataset)
+report(arguments, result)
+engine.destroy()
+leave()
