@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from benchmarks import environment
 from dflop_ds.config import DflopConfig, parse_dflop
 from dflop_ds.data.demo import build_demo
-from dflop_ds.runtime.data_setup import profile_data
+from dflop_ds.runtime.setup import profile_data
 
 SCHEMA_VERSION = 1
 NUM_PICTURES = 20
