@@ -18,9 +18,10 @@ from dflop_ds.models.weights import load_layers
 TOLERANCE = 1e-4
 """Largest difference of a logit, and of a gradient relative to the largest one of its parameter."""
 
-GRADIENT_FLOOR = 1e-3
-"""Parameters whose gradients are smaller than this share of the model's largest are compared to that share:
-some, such as the biases of keys, have no gradient but rounding noise."""
+GRADIENT_FLOOR = 1e-4
+"""A gradient is compared to the largest one of its parameter, but at least to this share of the largest
+one of the model: biases of keys without rotary positions have no gradient, as softmax ignores them, and
+so nothing but rounding noise."""
 
 _WEIGHT_STD = 0.2
 _NUM_TEXT_IDS = 90
