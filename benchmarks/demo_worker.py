@@ -139,7 +139,7 @@ class Run:
         holds pixels, the last one labels only, in every run.
         """
         probed = setup.dataset
-        source = probed if setup.model.stage_id == 0 else probed.without_pixels()
+        source = probed if setup.model.stage_id == 0 else probed.without_media()
         for index in probed.rows.tolist():
             if index not in samples:
                 samples[index] = source[index]

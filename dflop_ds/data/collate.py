@@ -70,7 +70,7 @@ class PackedCollator:
         -------
         inputs : tuple
             Media values float32 (num_rows, *row_shape) and the encoded
-            :class:`~dflop_ds.data.layout.PackedLayout`. Without pixels num_rows is 0.
+            :class:`~dflop_ds.data.layout.PackedLayout`. Without media values num_rows is 0.
         labels : tuple
             ``targets`` int64 (num_logits,), ``weights`` float32 (num_logits,) and ``tag`` int64 (1,).
 

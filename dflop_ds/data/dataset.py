@@ -46,7 +46,7 @@ class LoadedSample:
         In the order of their placeholders.
     media_values : Tensor of float32, shape (num_rows, *row_shape), or None
         Rows of all media items; what a row is, the model family decides. None when the data set
-        was asked for no pixels.
+        was asked for no media.
     """
 
     index: int
@@ -76,7 +76,7 @@ class LlavaDataset(Dataset[LoadedSample]):
         Frames taken of one clip at most.
     frames_per_second : float
         Sampling rate of clips.
-    load_pixels : bool
+    load_media : bool
         False: media are looked at no further than their headers.
     seed : int
         Decides what a mixture draws.
@@ -99,7 +99,7 @@ class LlavaDataset(Dataset[LoadedSample]):
         processor: MediaProcessor,
         max_frames: int = DEFAULT_MAX_FRAMES,
         frames_per_second: float = DEFAULT_FRAMES_PER_SECOND,
-        load_pixels: bool = True,
+        load_media: bool = True,
         seed: int = 0,
     ) -> None:
         self.reader = MediaReader(media_root, rule, max_frames, frames_per_second)
@@ -108,7 +108,7 @@ class LlavaDataset(Dataset[LoadedSample]):
         self.tokenizer = tokenizer
         self.rule = rule
         self.processor = processor
-        self.load_pixels = load_pixels
+        self.load_media = load_media
         self._records = open_records(records_path, seed)
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class LlavaDataset(Dataset[LoadedSample]):
         return self._records.fallback_id(index) if given is None else str(given)
 
     def shape(self, index: int) -> SampleShape:
-        """Shape of a sample from media headers and its text, without decoding pixels.
+        """Shape of a sample from media headers and its text, without decoding media.
 
         Raises
         ------
@@ -181,13 +181,13 @@ class LlavaDataset(Dataset[LoadedSample]):
             input_ids=torch.from_numpy(tokenized.input_ids),
             labels=torch.from_numpy(tokenized.labels),
             media=items,
-            media_values=self._media_values(conversation, items) if self.load_pixels else None,
+            media_values=self._media_values(conversation, items) if self.load_media else None,
         )
 
-    def without_pixels(self) -> LlavaDataset:
+    def without_media(self) -> LlavaDataset:
         """The same data set for ranks that need tokens and labels only."""
         light = copy.copy(self)
-        light.load_pixels = False
+        light.load_media = False
         return light
 
     def fingerprint(self) -> str:
@@ -245,7 +245,7 @@ def from_pretrained_dir(
     media_root: str | Path,
     max_frames: int = DEFAULT_MAX_FRAMES,
     frames_per_second: float = DEFAULT_FRAMES_PER_SECOND,
-    load_pixels: bool = True,
+    load_media: bool = True,
     seed: int = 0,
 ) -> LlavaDataset:
     """Data set for the model in a local Hugging Face directory.
@@ -255,7 +255,7 @@ def from_pretrained_dir(
     model_dir : str or Path
         Holds ``config.json``, ``tokenizer.json`` and ``preprocessor_config.json`` (or
         ``processor_config.json``, as newer versions save it); nothing is downloaded.
-    records_path, media_root, max_frames, frames_per_second, load_pixels, seed
+    records_path, media_root, max_frames, frames_per_second, load_media, seed
         As :class:`LlavaDataset`.
 
     Raises
@@ -291,6 +291,6 @@ def from_pretrained_dir(
         processor=processor,
         max_frames=max_frames,
         frames_per_second=frames_per_second,
-        load_pixels=load_pixels,
+        load_media=load_media,
         seed=seed,
     )

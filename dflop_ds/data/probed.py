@@ -18,7 +18,7 @@ class ProbedDataset(Dataset[Any]):
     Parameters
     ----------
     dataset : Dataset
-        ``dataset[i]`` is what the collator takes. ``without_pixels()``, if it has one, returns a
+        ``dataset[i]`` is what the collator takes. ``without_media()``, if it has one, returns a
         view for ranks that need labels only.
     table : ShapeTable
     rows : ndarray of int64, shape (n,), optional
@@ -44,7 +44,7 @@ class ProbedDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def without_pixels(self) -> ProbedDataset:
+    def without_media(self) -> ProbedDataset:
         """View that yields labels only, where the data set offers one."""
-        light = getattr(self.dataset, "without_pixels", None)
+        light = getattr(self.dataset, "without_media", None)
         return self if light is None else ProbedDataset(light(), self.table, self.rows)

@@ -70,7 +70,7 @@ class Bench:
         self, members: Sequence[int]
     ) -> tuple[MicrobatchFeatures, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Sizes, media values, layout and labels of a microbatch of rows of the shape table."""
-        light, device = self.probed.without_pixels(), self.timer.device
+        light, device = self.probed.without_media(), self.timer.device
         samples = [light[int(self.probed.rows[row])] for row in members]
         (media_values, vector), labels = self.collate_fn(samples)
         sizes = MicrobatchFeatures.from_bins(self.probed.table, [list(members)])

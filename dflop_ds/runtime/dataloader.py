@@ -26,13 +26,13 @@ _MAX_PREFETCH = 4
 class DflopDataLoader(DeepSpeedDataLoader):
     """Loads the samples that the plan gives to this rank, and no others.
 
-    Each item is ``((pixels, layout), (targets, weights, tag))`` as ``PackedCollator`` makes it,
+    Each item is ``((media values, layout), (targets, weights, tag))`` as ``PackedCollator`` makes it,
     with the weights scaled so that DeepSpeed's mean over bins is the mean over the global batch.
 
     Parameters
     ----------
     dataset : Dataset
-        Already without pixels where this rank needs labels only.
+        Already without media where this rank needs labels only.
     feed : PlanFeed
     collate_fn : callable
     num_microbatches : int

@@ -250,7 +250,7 @@ class DflopPipelineEngine(PipelineEngine):
         if not (self.is_first_stage() or self.is_last_stage()):
             return
         self._loader = DflopDataLoader(
-            dataset if self.is_first_stage() else dataset.without_pixels(),
+            dataset if self.is_first_stage() else dataset.without_media(),
             feed=self.feed,
             collate_fn=self.collate_fn,
             num_microbatches=self.micro_batches,
@@ -268,7 +268,7 @@ class DflopPipelineEngine(PipelineEngine):
         if self.is_last_stage():
             self._label_tags[buffer_id] = self.pipe_buffers["labels"][buffer_id][-1]
         if self.is_first_stage():
-            # Reentrant checkpointing asks for the gradient of the pixels, which nobody needs.
+            # Reentrant checkpointing asks for the gradient of the media values, which nobody needs.
             self._without_gradient(buffer_id)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:

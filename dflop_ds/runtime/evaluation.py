@@ -54,7 +54,7 @@ def evaluate(engine: PipelineEngine, dataset: ProbedDataset, *, max_batches: int
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
     replica = engine.grid.get_data_parallel_rank()
-    view = dataset if engine.is_first_stage() else dataset.without_pixels()
+    view = dataset if engine.is_first_stage() else dataset.without_media()
     total, num_terms = 0.0, 0
     for step in range(num_batches):
         plan = planner.plan(step).plan

@@ -12,7 +12,7 @@ original = LlavaDataset.__getitem__
 
 
 def shifted(self, index):
-    return original(self, index if self.load_pixels else (index + 1) % len(self))
+    return original(self, index if self.load_media else (index + 1) % len(self))
 
 
 engine, _ = start(worker_arguments()["config"])

@@ -9,7 +9,7 @@ from tests.support.training import leave, report, start, worker_arguments
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])
 segments = glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*")
-dataset = setup.dataset if engine.is_first_stage() else setup.dataset.without_pixels()
+dataset = setup.dataset if engine.is_first_stage() else setup.dataset.without_media()
 planned = float(engine.train_batch())
 own = [setup.collate_fn([dataset[i] for i in members]) for members in arguments["bins"]]
 mine = float(engine.train_batch(iter(own)))

@@ -99,7 +99,7 @@ def test_padding_to_the_longest() -> None:
     )
 
 
-def test_samples_without_pixels_keep_their_media() -> None:
+def test_samples_without_media_keep_their_media() -> None:
     pixels, layout, targets, _, _ = _collate([_sample(1, [-100, 11], num_inputs=3, pixels=False)])
     assert pixels.shape == (0, 3, TILE_PX, TILE_PX)
     assert layout.num_encoder_inputs == 3

@@ -119,18 +119,18 @@ def test_images_and_clips_mix_in_placeholder_order(
     assert torch.equal(sample.media_values[sample.media[0].num_inputs :], expected)
 
 
-def test_view_without_pixels_decodes_nothing(demo_set: LlavaDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_without_media_decodes_nothing(demo_set: LlavaDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise AssertionError("pixels were decoded")
 
     full = demo_set[0]
     monkeypatch.setattr(reader_module, "load_image", refuse)
     monkeypatch.setattr(reader_module, "load_frames", refuse)
-    light = demo_set.without_pixels()
+    light = demo_set.without_media()
     samples = [light[index] for index in range(len(light))]
     assert all(sample.media_values is None for sample in samples)
     assert torch.equal(samples[0].input_ids, full.input_ids)
-    assert demo_set.load_pixels
+    assert demo_set.load_media
 
 
 def test_json_and_json_lines_are_alike(demo_set: LlavaDataset, tiny_demo: DemoPaths, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_json_and_json_lines_are_alike(demo_set: LlavaDataset, tiny_demo: DemoPa
 
 
 def test_worker_processes_load_the_same(demo_set: LlavaDataset) -> None:
-    light = demo_set.without_pixels()
+    light = demo_set.without_media()
     light.record(0)  # the parent's open file must not be shared
     loader = DataLoader(light, batch_size=None, num_workers=2)
     for index, sample in enumerate(loader):

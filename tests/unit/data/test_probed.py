@@ -23,7 +23,7 @@ class _Letters:
     def __getitem__(self, index: int) -> str:
         return "abcd"[index]
 
-    def without_pixels(self) -> list[str]:
+    def without_media(self) -> list[str]:
         return list("ABCD")
 
 
@@ -46,14 +46,14 @@ def test_another_number_of_rows_is_refused(rows) -> None:
         ProbedDataset(_Letters(), _table(2), rows)
 
 
-def test_without_pixels_keeps_shapes_and_rows() -> None:
+def test_without_media_keeps_shapes_and_rows() -> None:
     probed = ProbedDataset(_Letters(), _table(2), [3, 1])
-    light = probed.without_pixels()
+    light = probed.without_media()
     assert [light[int(row)] for row in light.rows] == ["D", "B"]
     assert light.table is probed.table
     assert probed[3] == "d", "the original is unchanged"
 
 
-def test_without_pixels_where_the_data_set_has_no_such_view() -> None:
+def test_without_media_where_the_data_set_has_no_such_view() -> None:
     probed = ProbedDataset(["a", "b"], _table(2))
-    assert probed.without_pixels() is probed
+    assert probed.without_media() is probed

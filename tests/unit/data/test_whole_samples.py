@@ -45,7 +45,7 @@ def test_every_limit_drops_whole_samples(open_data: Callable[[str], LlavaDataset
     """Limits that end inside, right before and right behind the media of each sample."""
     data = open_data(family)
     samples = [data[index] for index in range(len(data))]
-    light = data.without_pixels()
+    light = data.without_media()
     limits = {len(sample.input_ids) + shift for sample in samples[:3] for shift in (-1, 0)}
     for sample in samples[:3]:
         limits |= {sum(item.num_tokens for item in sample.media) // 2 + 1}
@@ -69,7 +69,7 @@ def test_the_error_policy_names_the_sample(open_data: Callable[[str], LlavaDatas
     longest = max(range(len(data)), key=lambda index: data.shape(index).llm_tokens)
     limit = data.shape(longest).llm_tokens - 1
     with pytest.raises(DataError, match=f"sample '{data.sample_id(longest)}'.*at most {limit} LLM tokens"):
-        probe(data.without_pixels(), max_tokens=limit)
+        probe(data.without_media(), max_tokens=limit)
 
 
 def test_a_tokenizer_saved_with_truncation_does_not_truncate(tiny_demo: DemoPaths, tmp_path: Path) -> None:
