@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="runtime: uniform pipelines without tensor parallelism, which training executes (default). "
         "all: also tensor parallelism, and encoder and LLM on GPUs of their own",
     )
+    add("--min-stages", type=int, default=1, metavar="N", help="fewest pipeline stages; default: 1")
     add("--max-stages", type=int, default=0, metavar="N", help="most pipeline stages; default: no limit")
     add(
         "--simulations",
@@ -78,11 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
     profile = None if arguments.profile is None else ProfileTable.load(arguments.profile)
     workload = make_workload(ds_config, arguments, hardware, profile)
     limit_bytes = _limit_bytes(arguments, hardware)
-    space = SearchSpace(arguments.gpus, max_stages=arguments.max_stages)
+    space = SearchSpace(
+        arguments.gpus, min_stages=arguments.min_stages, max_stages=arguments.max_stages
+    )
     if arguments.layouts == "all":
-        space = SearchSpace(
-            arguments.gpus, ("uniform", "separate"), _ALL_TENSOR_DEGREES, max_stages=arguments.max_stages
-        )
+        space = dataclasses.replace(space, kinds=("uniform", "separate"), max_tensor=_ALL_TENSOR_DEGREES)
     found = search(
         workload,
         space,
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(_payoff(best, workload, ds_config, arguments.load_s))
     _print_oversized(workload, best, limit_bytes)
     if arguments.out is not None:
-        _write(arguments, ds_config, best, workload, profile)
+        _write(arguments, ds_config, best, workload, limit_bytes, profile)
     return 0
 
 
@@ -116,12 +118,15 @@ def _write(
     ds_config: dict[str, Any],
     best: Evaluation,
     workload: Workload,
+    limit_bytes: float,
     profile: ProfileTable | None,
 ) -> None:
     # A profile with other checkpointing has other backward times: training then measures its own.
     checkpointing = best.layout.activation_checkpointing
     usable = profile is not None and profile.fingerprint.activation_checkpointing == checkpointing
-    content = plan_config(ds_config, best, workload, str(arguments.profile) if usable else None)
+    content = plan_config(
+        ds_config, best, workload, limit_bytes, str(arguments.profile) if usable else None
+    )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"\nwrote {arguments.out} for {arguments.gpus} ranks")

@@ -6,8 +6,12 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from dflop_ds.config import BLOCK, BatchSizes, parse_dflop, validate_for_pipeline
 from dflop_ds.errors import ConfigError
+from dflop_ds.planning.advice import oversized_rows
 from dflop_ds.planning.evaluation import Evaluation
 from dflop_ds.planning.workload import Workload
 
@@ -16,7 +20,11 @@ _CAP_MARGIN = 1.1
 
 
 def plan_config(
-    ds_config: dict[str, Any], plan: Evaluation, workload: Workload, profile: str | None = None
+    ds_config: dict[str, Any],
+    plan: Evaluation,
+    workload: Workload,
+    limit_bytes: float,
+    profile: str | None = None,
 ) -> dict[str, Any]:
     """Write a plan into a copy of a DeepSpeed configuration.
 
@@ -30,6 +38,9 @@ def plan_config(
         Of a uniform layout without tensor parallelism.
     workload : Workload
         That was planned for.
+    limit_bytes : float
+        Memory of one GPU that a stage may use: samples that do not fit even alone are above the written limits,
+        so that ``data.oversized`` decides about them.
     profile : str, optional
         Path of the profile that the plan was made with.
 
@@ -45,7 +56,9 @@ def plan_config(
             f"degree 1; found {layout}. Plan with --layouts runtime."
         )
     result = copy.deepcopy(ds_config)
-    batch_size, table = workload.batch_size, workload.table
+    batch_size = workload.batch_size
+    fitting = np.setdiff1d(np.arange(len(workload.table)), oversized_rows(workload, plan, limit_bytes))
+    table = workload.table.take(fitting)
     replicas, count = layout.llm.data, layout.num_microbatches
     result["train_batch_size"] = batch_size
     result["train_micro_batch_size_per_gpu"] = batch_size // (replicas * count)
@@ -61,8 +74,8 @@ def plan_config(
     }
     block["scheduler"] = {
         **block.get("scheduler", {}),
-        "max_tokens_per_microbatch": _cap(plan.max_tokens, int(table.llm_tokens.max())),
-        "max_encoder_inputs_per_microbatch": _cap(plan.max_encoder_inputs, int(table.encoder_inputs.max())),
+        "max_tokens_per_microbatch": _cap(plan.max_tokens, table.llm_tokens),
+        "max_encoder_inputs_per_microbatch": _cap(plan.max_encoder_inputs, table.encoder_inputs),
     }
     if profile is not None:
         block["cost"] = {**block.get("cost", {}), "profile": profile}
@@ -72,5 +85,5 @@ def plan_config(
     return result
 
 
-def _cap(largest_microbatch: int, largest_sample: int) -> int:
-    return max(1, largest_sample, math.ceil(_CAP_MARGIN * largest_microbatch))
+def _cap(largest_microbatch: int, samples: npt.NDArray[np.int64]) -> int:
+    return max(1, int(samples.max(initial=0)), math.ceil(_CAP_MARGIN * largest_microbatch))

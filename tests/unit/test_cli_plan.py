@@ -1,0 +1,108 @@
+"""``dflop-ds plan`` on files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflop_ds.cli.main import main
+from dflop_ds.config import load_ds_config, parse_dflop
+from dflop_ds.cost.features import ProfileRow
+from dflop_ds.families import model_dims
+from dflop_ds.planning.analytic import model_layers, parameter_counts
+from dflop_ds.profiling.table import Fingerprint, ProfileTable, model_hash
+from tests.support.planning import mixed_table
+from tests.unit.test_cli_schedule import CONFIG as MODEL
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A configuration, a model directory and the shapes of its data."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    mixed_table(64).save(tmp_path / "shapes.npz")
+    ds_config: dict[str, Any] = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000},
+        "dflop": {"model": {"path": str(tmp_path / "model")}},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    return tmp_path
+
+
+def plan(files: Path, *options: str) -> int:
+    return main(["plan", str(files / "ds.json"), "--shapes", str(files / "shapes.npz"), *options])
+
+
+def write_profile(files: Path) -> str:
+    dims = model_dims(MODEL)
+    rows = []
+    for kind in dict.fromkeys(model_layers(dims)):
+        for size in (1, 2, 4, 8):
+            counts = (size, 196 * size, 400 * size, 160000 * size, size, 100 * size)
+            rows.append(ProfileRow(kind, *counts, 1e-3 * size, 2e-3 * size, 1000 * size))
+    print_of = Fingerprint("cuda", "Some GPU", {}, "bfloat16", "auto", False, model_hash(MODEL))
+    ProfileTable(rows, print_of, parameters=parameter_counts(dims)).save(files / "profile.json")
+    return str(files / "profile.json")
+
+
+def test_a_plan_is_printed_and_written(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = files / "plan.json"
+    assert plan(files, "--gpus", "4", "--out", str(out), "--load-s", "1.0") == 0
+    printed = capsys.readouterr().out
+    for part in ("unmeasured, data sheet of a100-80g", "lost by", "chosen:", "tokens/s/GPU", "data-blind"):
+        assert part in printed
+    assert "Megatron-style" in printed
+    assert "loader-bound" in printed
+    assert "every sample fits" in printed
+    content = load_ds_config(out)
+    config = parse_dflop(content)
+    assert isinstance(config.parallel.split, list)
+    assert sum(config.parallel.split) == len(model_layers(model_dims(MODEL)))
+    replicas = 4 // len(config.parallel.split)
+    parts = content["train_micro_batch_size_per_gpu"] * content["gradient_accumulation_steps"]
+    assert parts * replicas == content["train_batch_size"] == 16
+
+
+def test_a_profile_is_used_and_named(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_profile(files)
+    out = files / "plan.json"
+    assert plan(files, "--gpus", "2", "--profile", profile, "--out", str(out), "--max-stages", "1") == 0
+    printed = capsys.readouterr().out
+    assert f"profile {profile}" in printed
+    assert "unmeasured" not in printed
+    assert parse_dflop(load_ds_config(out)).cost.profile == profile
+    assert parse_dflop(load_ds_config(out)).parallel.pipeline_stages == 1
+
+
+def test_all_layouts_are_shown_but_not_written(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(files, "--gpus", "4", "--layouts", "all", "--rows", "40", "--simulations", "0") == 0
+    assert " + " in capsys.readouterr().out
+    assert plan(files, "--gpus", "4", "--layouts", "all", "--out", str(files / "x.json")) == 2
+    assert "--layouts runtime" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(files, "--gpus", "1", "--gpu-memory-gb", "0.002") == 1
+    printed = capsys.readouterr().out
+    assert "What is missing" in printed
+    for part in ("memory:", "GPUs:", "a smaller cap:"):
+        assert part in printed
+
+
+def test_wrong_arguments_are_explained(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(files, "--gpus", "4", "--hardware", "tpu") == 2
+    assert "a100-80g" in capsys.readouterr().err
+    assert plan(files, "--gpus", "4", "--headroom", "1.5") == 2
+    assert "--headroom" in capsys.readouterr().err
+    profile = Path(write_profile(files))
+    content = json.loads(profile.read_text())
+    content["fingerprint"]["model_hash"] = "0" * 64
+    profile.write_text(json.dumps(content))
+    assert plan(files, "--gpus", "4", "--profile", str(profile)) == 2
+    assert "another model_hash" in capsys.readouterr().err
