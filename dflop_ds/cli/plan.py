@@ -80,9 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     profile = None if arguments.profile is None else ProfileTable.load(arguments.profile)
     workload = make_workload(ds_config, arguments, hardware, profile)
     limit_bytes = _limit_bytes(arguments, hardware)
-    space = SearchSpace(
-        arguments.gpus, min_stages=arguments.min_stages, max_stages=arguments.max_stages
-    )
+    space = SearchSpace(arguments.gpus, min_stages=arguments.min_stages, max_stages=arguments.max_stages)
     if arguments.layouts == "all":
         space = dataclasses.replace(space, kinds=("uniform", "separate"), max_tensor=_ALL_TENSOR_DEGREES)
     found = search(
@@ -124,9 +122,7 @@ def _write(
     # A profile with other checkpointing has other backward times: training then measures its own.
     checkpointing = best.layout.activation_checkpointing
     usable = profile is not None and profile.fingerprint.activation_checkpointing == checkpointing
-    content = plan_config(
-        ds_config, best, workload, limit_bytes, str(arguments.profile) if usable else None
-    )
+    content = plan_config(ds_config, best, workload, limit_bytes, str(arguments.profile) if usable else None)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"\nwrote {arguments.out} for {arguments.gpus} ranks")

@@ -39,8 +39,8 @@ def plan_config(
     workload : Workload
         That was planned for.
     limit_bytes : float
-        Memory of one GPU that a stage may use: samples that do not fit even alone are above the written limits,
-        so that ``data.oversized`` decides about them.
+        Memory of one GPU that a stage may use: samples that do not fit even alone are above the written
+        limits, so that ``data.oversized`` decides about them.
     profile : str, optional
         Path of the profile that the plan was made with.
 
