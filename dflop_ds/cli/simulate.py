@@ -15,7 +15,7 @@ from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop
 from dflop_ds.config.deepspeed_json import BATCH_KEYS
 from dflop_ds.cost.files import read_json
 from dflop_ds.cost.gradients import LayerTraining
-from dflop_ds.cost.memory import MemoryModel
+from dflop_ds.cost.memory import MemoryModel, TrainingSetting
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.split import configured_boundaries
 from dflop_ds.errors import ConfigError, CostModelError
@@ -100,7 +100,7 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
     sizes = BatchSizes.from_ds_config(ds_config, num_replicas)
     table = ShapeTable.load(arguments.shapes)
     profile = ProfileTable.load(arguments.profile)
-    model = _model(arguments, config, profile, ds_config)
+    model = _model(arguments, config, profile, ds_config, num_replicas)
     boundaries = configured_boundaries(
         config, model.layers, num_stages, model.times, table, sizes.micro_batch_size, model.training
     )
@@ -114,7 +114,7 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
         sum(profile.parameters.get(kind, 0) for kind in model.layers[start:stop])
         for start, stop in itertools.pairwise(boundaries)
     ]
-    reduce_s = ring_all_reduce_s(np.multiply(parameters, model.value_bytes), num_replicas, link)
+    reduce_s = ring_all_reduce_s(np.multiply(parameters, model.setting.value_bytes), num_replicas, link)
     return WhatIf(
         config,
         sizes,
@@ -138,7 +138,11 @@ def _implied_replicas(ds_config: dict[str, object]) -> int:
 
 
 def _model(
-    arguments: argparse.Namespace, config: DflopConfig, profile: ProfileTable, ds_config: dict[str, Any]
+    arguments: argparse.Namespace,
+    config: DflopConfig,
+    profile: ProfileTable,
+    ds_config: dict[str, Any],
+    num_replicas: int,
 ) -> Model:
     path = arguments.model
     if path is None:
@@ -148,9 +152,9 @@ def _model(
             )
         path = Path(config.model.path) / "config.json"
     dims = model_dims(read_json(path, "model config"))
-    value_bytes = 2 if profile.fingerprint.dtype == "bfloat16" else 4
+    profiled_bytes = 2 if profile.fingerprint.dtype == "bfloat16" else 4
     try:
-        memory = MemoryModel(profile.rows, profile.parameters, dims, value_bytes)
+        memory = MemoryModel(profile.rows, profile.parameters, dims, profiled_bytes)
     except CostModelError as error:
         print(f"memory and message sizes are left out: {error}")
         memory = None
@@ -158,8 +162,13 @@ def _model(
         layers=tuple(model_layers(dims)),
         times=LayerCostModel().fit(profile.rows, dims),
         memory=memory,
-        value_bytes=2 if uses_bf16(ds_config) else 4,
-        activation_checkpointing=config.parallel.activation_checkpointing,
+        setting=TrainingSetting(
+            value_bytes=2 if uses_bf16(ds_config) else 4,
+            data_parallel_size=num_replicas,
+            zero_stage=(ds_config.get("zero_optimization") or {}).get("stage", 0),
+            activation_checkpointing=config.parallel.activation_checkpointing,
+        ),
+        profiled_checkpointing=profile.fingerprint.activation_checkpointing,
         training=_training(ds_config, config),
     )
 
@@ -209,12 +218,11 @@ def _print_stages(what_if: WhatIf, steps: list[SimulatedStep]) -> None:
     found = [step.result.modules[0] for step in steps]
     busy_s = np.mean([each.busy_s[0].mean(axis=0) for each in found], axis=0)
     idle_s = np.mean([each.idle_s[0].mean(axis=0) for each in found], axis=0)
-    kept = [each.peak_activation_bytes for each in found if each.peak_activation_bytes is not None]
-    peaks = [each[0].max(axis=0) for each in kept]
-    print(f"\n{'stage':>5}{'layers':>8}{'busy s':>10}{'idle':>8}{'peak activations MB':>21}")
+    peaks = np.max([what_if.memory_bytes(step.bins) for step in steps], axis=0) / 1e6
+    print(f"\n{'stage':>5}{'layers':>8}{'busy s':>10}{'idle':>8}{'peak memory MB':>21}")
     for stage, layers in enumerate(what_if.stages):
         share = idle_s[stage] / max(busy_s[stage] + idle_s[stage], 1e-300)
-        peak = f"{np.max(peaks, axis=0)[stage] / 1e6:.1f}" if peaks else ""
+        peak = f"{peaks[stage]:.1f}" if what_if.model.memory is not None else ""
         print(f"{stage:>5}{len(layers):>8}{busy_s[stage]:>10.4g}{share:>8.1%}{peak:>21}")
 
 

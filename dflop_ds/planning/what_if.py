@@ -12,7 +12,7 @@ import numpy as np
 from dflop_ds.config import BatchSizes, DflopConfig
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
 from dflop_ds.cost.gradients import LayerTraining
-from dflop_ds.cost.memory import MemoryModel
+from dflop_ds.cost.memory import MemoryModel, TrainingSetting
 from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts
 from dflop_ds.errors import PlanError
 from dflop_ds.scheduling.plan_log import LoggedStep
@@ -35,9 +35,9 @@ class Model:
     times : LayerCostModel
     memory : MemoryModel or None
         None where the profile holds no bytes.
-    value_bytes : int
-        Bytes of one activation value.
-    activation_checkpointing : bool
+    setting : TrainingSetting
+    profiled_checkpointing : bool
+        Whether the profiled backward passes contain a second forward pass.
     training : tuple of LayerTraining or None
         What is trained of each layer; None: everything.
     """
@@ -45,8 +45,8 @@ class Model:
     layers: tuple[str, ...]
     times: LayerCostModel
     memory: MemoryModel | None
-    value_bytes: int
-    activation_checkpointing: bool
+    setting: TrainingSetting
+    profiled_checkpointing: bool
     training: tuple[LayerTraining, ...] | None = None
 
 
@@ -109,10 +109,10 @@ class WhatIf:
         self.num_replicas = num_replicas
         self.table, self.model, self.network, self.end = table, model, network, end
         self.stages = [model.layers[start:stop] for start, stop in itertools.pairwise(boundaries)]
-        training = None
+        self._training: list[tuple[LayerTraining, ...]] | None = None
         if model.training is not None:
-            training = [model.training[start:stop] for start, stop in itertools.pairwise(boundaries)]
-        self.costs = CostModel(model.times, self.stages, training, model.activation_checkpointing)
+            self._training = [model.training[start:stop] for start, stop in itertools.pairwise(boundaries)]
+        self.costs = CostModel(model.times, self.stages, self._training, model.profiled_checkpointing)
         self.sizes = sizes
         self._config = config
 
@@ -161,11 +161,36 @@ class WhatIf:
         """Simulate one step from its bins."""
         features = MicrobatchFeatures.from_bins(self.table, bins)
         forward_s, backward_s = (self._by_replica(each) for each in self.costs.stage_times(features))
+        again = int(self.model.setting.activation_checkpointing) - int(self.model.profiled_checkpointing)
+        if again:  # a stage without backward passes recomputes nothing
+            backward_s = np.where(backward_s > 0, np.maximum(backward_s + again * forward_s, 0.0), 0.0)
         memory = self.model.memory
         sent = None if memory is None else self._by_replica(self._sent_bytes(memory, features))
-        kept = None if memory is None else self._by_replica(self._kept_bytes(memory, features))
-        work = ModuleWork(forward_s, backward_s, sent, kept)
+        work = ModuleWork(forward_s, backward_s, sent)
         return simulate_steps(work, network=self.network, end=self.end)
+
+    def memory_bytes(self, bins: Bins) -> FloatArray:
+        """Peak bytes of every stage on its fullest replica, weights and optimizer included.
+
+        Shape (num_stages,); zero where the profile holds no bytes.
+        """
+        memory, count = self.model.memory, len(bins) // self.num_replicas
+        if memory is None:
+            return np.zeros(len(self.stages))
+        replicas = [
+            MicrobatchFeatures.from_bins(self.table, bins[start : start + count])
+            for start in range(0, len(bins), count)
+        ]
+        training: Sequence[tuple[LayerTraining, ...] | None] = self._training or [None for _ in self.stages]
+        total_bytes = [
+            [
+                memory.stage(self.stages, index, features, self.model.setting, states).total_bytes
+                for index, states in enumerate(training)
+            ]
+            for features in replicas
+        ]
+        most: FloatArray = np.max(total_bytes, axis=0)
+        return most
 
     def heaviest_sample(self, members: Sequence[int]) -> str:
         """Id of the sample that costs most in a bin; empty for an empty bin."""
@@ -186,17 +211,6 @@ class WhatIf:
 
     def _sent_bytes(self, memory: MemoryModel, features: MicrobatchFeatures) -> FloatArray:
         """Bytes that enter the next stage; none leave the last one."""
-        size = self.model.value_bytes
+        size = self.model.setting.value_bytes
         entering = [memory.input_bytes(stage[0], features, size) for stage in self.stages[1:]]
         return np.stack([*entering, np.zeros(len(features))], axis=1)
-
-    def _kept_bytes(self, memory: MemoryModel, features: MicrobatchFeatures) -> FloatArray:
-        """Bytes that a stage keeps of a microbatch until its backward."""
-        scale = self.model.value_bytes / memory.value_bytes
-        kept = {}
-        for kind in dict.fromkeys(self.model.layers):
-            if self.model.activation_checkpointing:
-                kept[kind] = memory.input_bytes(kind, features, self.model.value_bytes)
-            else:
-                kept[kind] = memory.activation_bytes(kind, features) * scale
-        return np.stack([np.sum([kept[kind] for kind in stage], axis=0) for stage in self.stages], axis=1)

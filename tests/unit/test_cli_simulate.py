@@ -164,3 +164,17 @@ def test_frozen_parts_have_less_to_do(files, tiny_demo, capsys) -> None:
     # A backward takes twice a forward here, and a stage without trained parameters has none.
     assert busy_s[1][0] == pytest.approx(busy_s[0][0] / 3, rel=0.01)
     assert busy_s[1][1] <= busy_s[0][1]
+
+
+def test_checkpointing_that_was_not_profiled_adds_a_forward(files, capsys) -> None:
+    plan = json.loads((files / "plan.json").read_text())
+    plan["dflop"]["scheduler"]["policy"] = "blind"
+    busy_s = []
+    for checkpointing in (False, True):
+        plan["dflop"]["parallel"]["activation_checkpointing"] = checkpointing
+        (files / "plan.json").write_text(json.dumps(plan))
+        assert main(_arguments(files)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        busy_s.append([float(line.split()[2]) for line in lines[lines.index("") + 2 :][:2]])
+    # 1 forward and 2 backward; then 1 forward and 2 + 1.
+    assert busy_s[1] == pytest.approx([seconds * 4 / 3 for seconds in busy_s[0]], rel=0.01)
