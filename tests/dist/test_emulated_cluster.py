@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     result = tmp_path / "result.json"
-    options = ["--layouts", "2x1", "--num-steps", "3", "--pass-s", "0.003", "--out", str(tmp_path)]
+    options = ["--layouts", "2x1", "--num-steps", "4", "--pass-s", "0.003", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["x", "--json", str(result), *options])
     assert emulated_cluster.main() == 0
     assert "EMULATED" in capsys.readouterr().out
