@@ -15,6 +15,7 @@ import pytest
 from tests.support.ranks import free_port
 from tests.support.training import demo_paths, ds_config
 
+from dflop_ds.cli.main import main
 from dflop_ds.scheduling.plan_log import audit, read_plan_log
 
 pytestmark = pytest.mark.dist
@@ -61,6 +62,20 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def check_simulated_beside(run: Path) -> None:
+    """The log of a run can be simulated; what both ranks measured is laid beside it."""
+    shapes, trace = str(run / "shapes.npz"), run / "simulated.json"
+    assert main(["profile", "data", str(run / "config.json"), "--out", shapes]) == 0
+    files = ["--shapes", shapes, "--profile", str(run / "profile.json"), "--num-replicas", "1"]
+    log = ["--plan-log", str(run / "plans.jsonl"), "--steps", "3", "--trace", str(trace)]
+    assert main(["simulate", str(run / "config.json"), *files, *log]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["measured replica 0", "predicted replica 0"]
+    bars = {(names[event["pid"]], event["tid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert len(bars) == 2 * 2 * 2 * 4  # sources x stages x passes x microbatches
+
+
 @pytest.mark.compat
 def test_one_node_and_two_nodes(tiny_demo: Any, tmp_path: Path) -> None:
     one = tmp_path / "one"
@@ -77,6 +92,8 @@ def test_one_node_and_two_nodes(tiny_demo: Any, tmp_path: Path) -> None:
     assert audit(logged).problems == ()
     assert [len(step.measured[0]["microbatch_s"]) for step in logged[:3]] == [4] * 3
     assert all(len(step.line["bin_costs_s"]) == len(step.plan.bins) for step in logged)
+    assert [sorted(line["stage"] for line in step.measured) for step in logged[:3]] == [[0, 1]] * 3
+    check_simulated_beside(one)
     events = json.loads((one / "trace.json").read_text())["traceEvents"]
     passes = [event for event in events if event.get("name", "").startswith(("ForwardPass", "BackwardPass"))]
     assert len(passes) == 2 * 2 * 4  # stages x passes x microbatches
