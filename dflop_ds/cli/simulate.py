@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from dflop_ds.cli.timeline import draw_timeline
 from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, uses_bf16
 from dflop_ds.config.deepspeed_json import BATCH_KEYS
+from dflop_ds.cost.features import FloatArray
 from dflop_ds.cost.files import read_json
 from dflop_ds.cost.gradients import LayerTraining
 from dflop_ds.cost.memory import MemoryModel, TrainingSetting
@@ -20,14 +21,17 @@ from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.split import configured_boundaries
 from dflop_ds.errors import ConfigError, CostModelError
 from dflop_ds.families import model_dims
+from dflop_ds.planning import communication
 from dflop_ds.planning.analytic import model_layers
+from dflop_ds.planning.hardware import PRESETS, load_hardware
+from dflop_ds.planning.layout import Degrees, Layout
 from dflop_ds.planning.what_if import Model, SimulatedStep, WhatIf
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.scheduling.plan_log import LoggedStep, read_plan_log
 from dflop_ds.scheduling.solve import POLICIES
 from dflop_ds.shapes import ShapeTable
 from dflop_ds.simulation.critical import critical_path
-from dflop_ds.simulation.network import Link, ring_all_reduce_s
+from dflop_ds.simulation.network import Link
 from dflop_ds.simulation.step import StepResult
 from dflop_ds.simulation.trace import TraceEvent, step_events, write_trace
 from dflop_ds.simulation.work import Network, StepEnd
@@ -50,9 +54,14 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--num-replicas", type=int, metavar="R", help="default: what the three batch sizes of PLAN imply"
     )
     parser.add_argument("--policy", choices=POLICIES, help="instead of dflop.scheduler.policy")
-    parser.add_argument("--latency-us", type=float, default=0.0, help="of a message between stages")
-    parser.add_argument("--bandwidth-gb-s", type=float, default=math.inf, help="of a link, GB/s")
-    parser.add_argument("--blocking-sends", action="store_true", help="senders wait for their receivers")
+    parser.add_argument(
+        "--hardware",
+        metavar="H",
+        help=f"{', '.join(PRESETS)} or a JSON file: links, reduction, optimizer; default: they take no time",
+    )
+    parser.add_argument("--latency-us", type=float, metavar="US", help="of a message, instead of H")
+    parser.add_argument("--bandwidth-gb-s", type=float, metavar="B", help="of a link in GB/s, instead of H")
+    parser.add_argument("--overlapped-sends", action="store_true", help="senders do not wait; DeepSpeed's do")
     parser.add_argument(
         "--plan-log", type=Path, metavar="FILE", help="simulate its steps, beside what it measured"
     )
@@ -109,12 +118,11 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
             f"a simulation needs dflop.parallel.split as a list or as auto, found {config.parallel.split!r}, "
             "which DeepSpeed resolves when it starts. Give the number of layers of each stage."
         )
-    link = Link(1e-6 * arguments.latency_us, 1e9 * arguments.bandwidth_gb_s)
-    parameters = [
+    num_parameters = [
         sum(profile.parameters.get(kind, 0) for kind in model.layers[start:stop])
         for start, stop in itertools.pairwise(boundaries)
     ]
-    reduce_s = ring_all_reduce_s(np.multiply(parameters, model.setting.value_bytes), num_replicas, link)
+    links, end = _communication(arguments, model.setting, np.array(num_parameters, dtype=np.float64))
     return WhatIf(
         config,
         sizes,
@@ -122,9 +130,34 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
         boundaries=boundaries,
         table=table,
         model=model,
-        network=Network(link, "rendezvous" if arguments.blocking_sends else "overlapped"),
-        end=StepEnd(reduce_s=reduce_s),
+        network=Network(links, "overlapped" if arguments.overlapped_sends else "rendezvous"),
+        end=end,
     )
+
+
+def _communication(
+    arguments: argparse.Namespace, setting: TrainingSetting, num_parameters: FloatArray
+) -> tuple[list[Link], StepEnd]:
+    """Links between the stages, and what follows the last backward; no time without a description."""
+    num_stages, replicas = len(num_parameters), setting.data_parallel_size
+    links, end = [Link()] * (num_stages - 1), StepEnd()
+    if arguments.hardware is not None:
+        hardware = load_hardware(arguments.hardware)
+        degrees = Degrees(1, num_stages, replicas)
+        layout = Layout(None, degrees, 1, setting.activation_checkpointing, setting.zero_stage)
+        links = communication.stage_links(hardware, layout)
+        ones, data = np.ones(num_stages, dtype=np.int64), np.full(num_stages, replicas)
+        zero_stage = np.full(num_stages, setting.zero_stage)
+        end = StepEnd(
+            reduce_s=communication.reduce_s(hardware, ones, data, num_parameters * setting.value_bytes),
+            optimizer_s=communication.optimizer_s(hardware, num_parameters, data, zero_stage),
+        )
+    given = {}
+    if arguments.latency_us is not None:
+        given["latency_s"] = 1e-6 * arguments.latency_us
+    if arguments.bandwidth_gb_s is not None:
+        given["bandwidth_bytes_per_s"] = 1e9 * arguments.bandwidth_gb_s
+    return [dataclasses.replace(link, **given) for link in links], end
 
 
 def _implied_replicas(ds_config: dict[str, object]) -> int:

@@ -71,17 +71,24 @@ def test_it_predicts_steps_and_names_who_made_others_wait(files, capsys) -> None
     bars = [event for event in events if event["ph"] == "X"]
     assert len(bars) == 2 * 2 * 2 * 4  # passes x stages x replicas x microbatches
     last_s = max(event["ts"] + event["dur"] for event in bars) / 1e6
-    assert last_s == pytest.approx(float(rows[0][1]), rel=1e-3)
+    assert last_s == pytest.approx(float(rows[0][1]), rel=1e-3)  # nothing follows without --hardware
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_slower_network_and_blocking_sends_take_longer(files, capsys) -> None:
     times_s = []
-    for more in ([], ["--latency-us", "500"], ["--latency-us", "500", "--blocking-sends"]):
-        assert main(_arguments(files, "--policy", "blind", *more)) == 0
+    networks = (
+        ["--overlapped-sends"],
+        ["--overlapped-sends", "--latency-us", "500"],
+        ["--latency-us", "500"],
+        ["--hardware", "cpu", "--latency-us", "500"],
+        ["--hardware", "cpu", "--latency-us", "500", "--bandwidth-gb-s", "0.001"],
+    )
+    for network in networks:
+        assert main(_arguments(files, "--policy", "blind", *network)) == 0
         times_s.append(float(capsys.readouterr().out.splitlines()[2].split()[1]))
     assert times_s == sorted(times_s)
-    assert times_s[0] < times_s[1]
+    assert times_s[0] < times_s[1] and times_s[3] < times_s[4]
 
 
 def test_a_plan_log_is_simulated_beside_what_it_measured(files, capsys) -> None:
