@@ -2,9 +2,9 @@
 
 Eight ranks (two cores suffice) are started by the ``deepspeed`` launcher. Their pipeline layers do not
 compute: they wait, forward and backward, for the time that FLOPs of a 7B-like model predict for the
-samples at hand, and hand over tiny tensors. Everything else is real: the plans, the loader, DeepSpeed's
-instruction stream and its messages. Each layout runs the same global batches of the mixed real-shape trace
-twice, in turn:
+samples at hand (one after the other without gaps, as on a device), and hand over tiny tensors. Everything
+else is real: the plans, the loader, DeepSpeed's instruction stream and its messages. Each layout runs the
+same global batches of the mixed real-shape trace twice, in turn:
 
 - ``blind``: stock DeepSpeed, microbatches by position;
 - ``aware``: dflop_ds, balanced microbatches. Both sides have the same stages, balanced by predicted time.

@@ -73,6 +73,8 @@ class Run:
         plans = [emulated_plan(index, model.layer_s[:, index]) for index in range(len(LAYERS))]
         module = DflopPipelineModule(plans, num_stages=job["num_stages"], boundaries=boundaries)
         module.layer_model = model.times
+        local = module.local_layers()
+        local[0].opens_forward = local[-1].opens_backward = True
         self.engine, *_ = dflop_ds.initialize(
             model=module,
             model_parameters=list(module.parameters()),
@@ -108,6 +110,26 @@ class Run:
         }
 
 
+class Device:
+    """The emulated device of this rank: the waits of one pass follow one another without gaps.
+
+    As on a GPU, which works through its queue while Python prepares what comes next.
+    """
+
+    def __init__(self) -> None:
+        self._free_s = 0.0
+
+    def wait(self, seconds: float, *, opens: bool) -> None:
+        """Wait for so long after the layer before; after now, if this layer opens a pass."""
+        if opens:
+            self._free_s = time.perf_counter()
+        self._free_s += seconds
+        time.sleep(max(0.0, self._free_s - time.perf_counter()))
+
+
+DEVICE = Device()
+
+
 class EmulatedLayer(PipelineLayer):
     """A layer that waits, forward and backward, for the time of the samples of its microbatch.
 
@@ -117,7 +139,15 @@ class EmulatedLayer(PipelineLayer):
         Position in the model; the last layer returns logits.
     sample_s : ndarray, shape (num_samples,)
         Forward seconds of every sample.
+
+    Attributes
+    ----------
+    opens_forward, opens_backward : bool
+        Whether it is the first layer of its stage that runs forward, and backward.
     """
+
+    opens_forward = False
+    opens_backward = False
 
     def __init__(self, index: int, sample_s: np.ndarray) -> None:
         super().__init__()
@@ -129,20 +159,20 @@ class EmulatedLayer(PipelineLayer):
         # The "tokens" of the layout are the samples of the microbatch.
         samples = PackedLayout.decode(layout).input_ids
         forward_s = float(self.sample_s[samples.numpy()].sum())
-        hidden = _Wait.apply(hidden * self.weight, forward_s, flops.BACKWARD_RATIO * forward_s)
+        hidden = _Wait.apply(hidden * self.weight, self, forward_s)
         return hidden.expand(len(samples), _WIDTH) if self.last else (hidden, layout)
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
+    def forward(ctx: Any, hidden: torch.Tensor, layer: EmulatedLayer, forward_s: float) -> torch.Tensor:
+        ctx.opens, ctx.backward_s = layer.opens_backward, flops.BACKWARD_RATIO * forward_s
+        DEVICE.wait(forward_s, opens=layer.opens_forward)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        time.sleep(ctx.backward_s)
+        DEVICE.wait(ctx.backward_s, opens=ctx.opens)
         return gradient, None, None
 
 
