@@ -14,8 +14,9 @@ class DataConfig(Block):
 
     train_path: NonEmptyStr | None = Field(
         default=None,
-        description="LLaVA-style JSON or JSONL file of training samples, or a mixture of such files "
-        "(YAML or JSON, see docs/data.md). Required by the training entry point.",
+        description="LLaVA-style JSON or JSONL file of training samples, a mixture of such files "
+        "(YAML or JSON), or a data set saved by the package datasets (a folder or .parquet), see "
+        "docs/data.md. Required by the training entry point.",
     )
     eval_path: NonEmptyStr | None = Field(
         default=None, description="Same, for evaluation. null: no evaluation."

@@ -69,8 +69,13 @@ class DflopConfig(Block):
             )
         return self
 
-    def require_training_inputs(self) -> None:
+    def require_training_inputs(self, has_data: bool = False) -> None:
         """Check what the training entry point needs beyond a valid block.
+
+        Parameters
+        ----------
+        has_data : bool
+            The training data are given in another way than by ``data.train_path``.
 
         Raises
         ------
@@ -80,7 +85,7 @@ class DflopConfig(Block):
         gaps = []
         if self.model.path is None:
             gaps.append("dflop.model.path: must name a local Hugging Face directory; found null. Set it.")
-        if self.data.train_path is None:
+        if self.data.train_path is None and not has_data:
             gaps.append("dflop.data.train_path: must name a JSON or JSONL file; found null. Set it.")
         if self.train.num_steps is None and self.train.num_epochs is None:
             gaps.append(

@@ -8,7 +8,7 @@ containers): the decoded recording is cut or padded with silence to the header's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import av
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflop_ds.data.media import FILE_REMEDY, naming_file
+from dflop_ds.data.memory import MediaBytes, Recording, Source, as_source, readable
 from dflop_ds.errors import DataError
 
 _WHAT = "recording"
@@ -47,7 +48,7 @@ class AudioInfo:
         return self.num_samples / self.sampling_rate_hz
 
 
-def audio_info(path: str | Path) -> AudioInfo:
+def audio_info(path: Source) -> AudioInfo:
     """Length, rate and channels of a recording (or of a film's sound) from its container.
 
     Packets are walked through, still without decoding, where the container names no length of its own.
@@ -57,8 +58,8 @@ def audio_info(path: str | Path) -> AudioInfo:
     DataError
         If the file is missing, holds no sound, or not a single sample.
     """
-    path = Path(path)
-    with naming_file(path, _WHAT), av.open(str(path)) as container:
+    path = as_source(path)
+    with naming_file(path, _WHAT), av.open(readable(path)) as container:
         stream = _audio_stream(container, path)
         duration_s = 0.0
         if stream.duration is not None and stream.time_base is not None:
@@ -79,7 +80,7 @@ def resampled_length(num_samples: int, sampling_rate_hz: int, target_hz: int) ->
 
 
 def load_audio(
-    path: str | Path, sampling_rate_hz: int, max_samples: int | None = None
+    path: Source, sampling_rate_hz: int, max_samples: int | None = None
 ) -> npt.NDArray[np.float32]:
     """Decode a recording as mono at the wanted rate.
 
@@ -103,14 +104,14 @@ def load_audio(
     DataError
         If the file cannot be decoded, or its length differs from the header's.
     """
-    path = Path(path)
+    path = as_source(path)
     info = audio_info(path)
     num_stated = resampled_length(info.num_samples, info.sampling_rate_hz, sampling_rate_hz)
     num_wanted = num_stated if max_samples is None else min(num_stated, max_samples)
     num_tolerated = round(_TOLERANCE_S * sampling_rate_hz)
     blocks: list[npt.NDArray[np.float32]] = []
     num_decoded = 0
-    with naming_file(path, _WHAT), av.open(str(path)) as container:
+    with naming_file(path, _WHAT), av.open(readable(path)) as container:
         for block in _resampled_blocks(container, _audio_stream(container, path), sampling_rate_hz):
             blocks.append(block)
             num_decoded += len(block)
@@ -127,7 +128,7 @@ def load_audio(
     return samples[:num_wanted]
 
 
-def _audio_stream(container: av.container.InputContainer, path: Path) -> av.AudioStream:
+def _audio_stream(container: av.container.InputContainer, path: Path | MediaBytes) -> av.AudioStream:
     if not container.streams.audio:
         raise DataError(f"{_WHAT} {path} must have an audio stream, found none; {FILE_REMEDY}")
     stream = container.streams.audio[0]
@@ -154,13 +155,32 @@ def _resampled_blocks(
     Channels are averaged here, since FFmpeg's own mix of float samples is not scaled to full scale.
     """
     to_float = av.AudioResampler(format="fltp")
+    planar = (part for frame in container.decode(stream) for part in to_float.resample(frame))
+    blocks = ((part.to_ndarray().astype(np.float32), part.sample_rate) for part in planar)
+    yield from _mono_blocks(blocks, sampling_rate_hz)
+
+
+def _mono_blocks(
+    blocks: Iterable[tuple[npt.NDArray[np.float32], int]], sampling_rate_hz: int
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Blocks (channels, samples) with their rate as mono blocks at the wanted rate."""
     to_rate = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate_hz)
-    for frame in container.decode(stream):
-        for planar in to_float.resample(frame):
-            mono = planar.to_ndarray().mean(axis=0, dtype=np.float32, keepdims=True)
-            single = av.AudioFrame.from_ndarray(mono, format="flt", layout="mono")
-            single.sample_rate = planar.sample_rate
-            for resampled in to_rate.resample(single):
-                yield resampled.to_ndarray()[0]
+    for block, rate_hz in blocks:
+        mono = block.mean(axis=0, dtype=np.float32, keepdims=True)
+        single = av.AudioFrame.from_ndarray(mono, format="flt", layout="mono")
+        single.sample_rate = rate_hz
+        for resampled in to_rate.resample(single):
+            yield resampled.to_ndarray()[0]
     for resampled in to_rate.resample(None):
         yield resampled.to_ndarray()[0]
+
+
+def resample(
+    recording: Recording, sampling_rate_hz: int, max_samples: int | None = None
+) -> npt.NDArray[np.float32]:
+    """A recording in memory as :func:`load_audio` returns one from a file."""
+    num_samples = resampled_length(recording.samples.shape[1], recording.sampling_rate_hz, sampling_rate_hz)
+    num_wanted = num_samples if max_samples is None else min(num_samples, max_samples)
+    blocks = _mono_blocks([(recording.samples, recording.sampling_rate_hz)], sampling_rate_hz)
+    samples = np.concatenate([*blocks, np.zeros(num_wanted, dtype=np.float32)])
+    return samples[:num_wanted]

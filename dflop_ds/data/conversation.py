@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateError
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from dflop_ds.data.memory import MediaBytes, media_value
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.families import MediaItem, MediaRule, Modality, Placeholder
 
@@ -33,17 +35,25 @@ _ROLES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaRef:
-    """One media file that a record names.
+    """One medium of a record.
 
     Attributes
     ----------
     path : str
-        As written in the record.
+        As written in the record; a name for messages where the record holds the medium itself.
     modality : Modality
+    value : MediaBytes, Image, Recording, list of ndarray or None
+        The medium, where the record holds it.
     """
 
     path: str
     modality: Modality
+    value: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether the record holds the medium decoded."""
+        return self.value is not None and not isinstance(self.value, MediaBytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +117,7 @@ def parse_record(record: Mapping[str, Any], sample_id: str, modalities: Iterable
     if not isinstance(record, Mapping):
         raise DataError(f"a record must be an object, found {type(record).__name__}; correct it.", sample_id)
     taken = list(modalities)
-    paths = {modality: _paths(record, modality.value, sample_id) for modality in Modality}
+    paths = {modality: _media(record, modality, sample_id) for modality in Modality}
     for modality, named in paths.items():
         if named and modality not in taken:
             raise DataError(
@@ -140,7 +150,11 @@ def parse_record(record: Mapping[str, Any], sample_id: str, modalities: Iterable
     media = []
     for text in found:
         modality, queue = queues[text]
-        media.append(MediaRef(next(queue), modality))
+        medium = next(queue)
+        if isinstance(medium, str):
+            media.append(MediaRef(medium, modality))
+        else:
+            media.append(MediaRef(f"{modality.value} {len(media)} of the record", modality, medium))
     return Conversation(sample_id, tuple(messages), tuple(media))
 
 
@@ -149,17 +163,23 @@ def markers(modalities: Iterable[Modality]) -> re.Pattern[str]:
     return re.compile("|".join(modality.marker for modality in modalities) or r"(?!)")
 
 
-def _paths(record: Mapping[str, Any], key: str, sample_id: str) -> list[str]:
-    value = record.get(key)
-    paths = [] if value is None else [value] if isinstance(value, str) else value
-    good = isinstance(paths, list) and all(
-        isinstance(path, str) and path and "\0" not in path and _is_encodable(path) for path in paths
-    )
-    if not good:
-        raise DataError(
-            f"{key!r} must be a path or a list of paths, found {value!r}; correct the record.", sample_id
-        )
-    return paths
+def _media(record: Mapping[str, Any], modality: Modality, sample_id: str) -> list[Any]:
+    """The paths, or the media themselves, that a record has of one modality."""
+    key, value = modality.value, record.get(modality.value)
+    is_clip = modality is Modality.VIDEO
+    # A list of frames is one clip; a list of clips holds paths, files, arrays or lists of frames.
+    one_clip = is_clip and isinstance(value, list) and bool(value) and isinstance(value[0], Image.Image)
+    given = [] if value is None else value if isinstance(value, list) and not one_clip else [value]
+    try:
+        media = [media_value(one, repr(key), is_clip) for one in given]
+    except DataError as error:
+        raise DataError(str(error), sample_id) from error
+    for one in media:
+        if isinstance(one, str) and not (one and "\0" not in one and _is_encodable(one)):
+            raise DataError(
+                f"{key!r} must be a path or a list of paths, found {value!r}; correct the record.", sample_id
+            )
+    return media
 
 
 def _messages(record: Mapping[str, Any], sample_id: str) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from dflop_ds.data.conversation import (
 )
 from dflop_ds.data.processor import SETTINGS_FILES, MediaProcessor, read_settings
 from dflop_ds.data.reader import MediaReader
-from dflop_ds.data.records import open_records
+from dflop_ds.data.records import Records, open_records
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.families import MediaItem, MediaRule, Modality, family_of
 from dflop_ds.shapes import SampleShape
@@ -62,8 +62,9 @@ class LlavaDataset(Dataset[LoadedSample]):
 
     Parameters
     ----------
-    records_path : str or Path
-        ``.json`` (a list), ``.jsonl``, or a mixture of such files.
+    records : str, Path or Records
+        What :func:`~dflop_ds.data.records.open_records` opens: a file, a mixture, a saved data set of
+        ``datasets``; or records that are open already.
     media_root : str or Path
         Folder that relative media paths start from.
     tokenizer : PreTrainedTokenizerBase
@@ -91,7 +92,7 @@ class LlavaDataset(Dataset[LoadedSample]):
 
     def __init__(
         self,
-        records_path: str | Path,
+        records: str | Path | Records,
         *,
         media_root: str | Path,
         tokenizer: PreTrainedTokenizerBase,
@@ -104,12 +105,12 @@ class LlavaDataset(Dataset[LoadedSample]):
     ) -> None:
         self.reader = MediaReader(media_root, rule, max_frames, frames_per_second)
         check_tokenizer(tokenizer, rule.placeholders.values())
-        self.records_path = Path(records_path)
+        self.records_path = Path(records) if isinstance(records, (str, Path)) else None
         self.tokenizer = tokenizer
         self.rule = rule
         self.processor = processor
         self.load_media = load_media
-        self._records = open_records(records_path, seed)
+        self._records = open_records(records, seed) if isinstance(records, (str, Path)) else records
 
     def __len__(self) -> int:
         return len(self._records)
@@ -152,8 +153,9 @@ class LlavaDataset(Dataset[LoadedSample]):
         )
 
     def media_paths(self, index: int) -> list[Path]:
-        """Files that a sample needs, in the order of their placeholders."""
-        return [self.reader.path(ref) for ref in self._conversation(index).media]
+        """Files that a sample needs, in the order of their placeholders; not what the record holds itself."""
+        sources = [self.reader.source(ref) for ref in self._conversation(index).media if not ref.is_decoded]
+        return [source for source in sources if isinstance(source, Path)]
 
     def media_items(self, index: int) -> tuple[MediaItem, ...]:
         """Media of a sample from their headers, in the order of their placeholders."""
@@ -222,7 +224,7 @@ class LlavaDataset(Dataset[LoadedSample]):
             expected = (item.num_rows, *self.processor.row_shape)
             if tuple(block.shape) != expected:
                 raise DataError(
-                    f"{self.reader.path(ref)} must give media values of shape {expected} by its header, "
+                    f"{ref.path} must give media values of shape {expected} by its header, "
                     f"found {tuple(block.shape)}; use the preprocessor_config.json that belongs to "
                     "the model.",
                     conversation.sample_id,
@@ -240,7 +242,7 @@ def _with_id(sample_id: str, function: Any, *arguments: Any) -> Any:
 
 def from_pretrained_dir(
     model_dir: str | Path,
-    records_path: str | Path,
+    records: str | Path | Records,
     *,
     media_root: str | Path,
     max_frames: int = DEFAULT_MAX_FRAMES,
@@ -255,7 +257,7 @@ def from_pretrained_dir(
     model_dir : str or Path
         Holds ``config.json``, ``tokenizer.json`` and ``preprocessor_config.json`` (or
         ``processor_config.json``, as newer versions save it); nothing is downloaded.
-    records_path, media_root, max_frames, frames_per_second, load_media, seed
+    records, media_root, max_frames, frames_per_second, load_media, seed
         As :class:`LlavaDataset`.
 
     Raises
@@ -284,7 +286,7 @@ def from_pretrained_dir(
             "save them there again."
         ) from error
     return LlavaDataset(
-        records_path,
+        records,
         media_root=media_root,
         tokenizer=tokenizer,
         rule=rule,

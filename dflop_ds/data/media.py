@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
+from dflop_ds.data.memory import MediaBytes, Source, as_source, readable
 from dflop_ds.errors import DataError
 
 FILE_REMEDY = (
@@ -53,7 +55,7 @@ class ClipInfo:
 
 
 @contextlib.contextmanager
-def naming_file(path: Path, what: str) -> Iterator[None]:
+def naming_file(path: Path | MediaBytes, what: str) -> Iterator[None]:
     """Turn any failure inside into a DataError about ``path``.
 
     Decoders raise almost anything on damaged input (SyntaxError, KeyError, struct.error, ...).
@@ -71,7 +73,7 @@ def naming_file(path: Path, what: str) -> Iterator[None]:
         raise DataError(f"{what} {path} must be readable, found {found}; {FILE_REMEDY}") from error
 
 
-def image_size(path: str | Path) -> tuple[int, int]:
+def image_size(path: Source) -> tuple[int, int]:
     """Height and width of an image in pixels, after EXIF orientation, from its header.
 
     Raises
@@ -79,8 +81,8 @@ def image_size(path: str | Path) -> tuple[int, int]:
     DataError
         If the file is missing or no image.
     """
-    path = Path(path)
-    with naming_file(path, "image"), Image.open(path) as image:
+    path = as_source(path)
+    with naming_file(path, "image"), Image.open(readable(path)) as image:
         width, height = image.size
         if isinstance(image, TiffImagePlugin.TiffImageFile):
             # Some versions of Pillow turn the size of a TIFF upright when they open it.
@@ -90,7 +92,7 @@ def image_size(path: str | Path) -> tuple[int, int]:
         return height, width
 
 
-def _orientation(image: Image.Image, path: Path) -> int:
+def _orientation(image: Image.Image, path: Path | MediaBytes) -> int:
     if image.format == "PNG" and "exif" not in image.info:
         # Asking Pillow would decode the pixels, to reach metadata stored after them.
         if _has_late_orientation(path):
@@ -101,10 +103,10 @@ def _orientation(image: Image.Image, path: Path) -> int:
     return int(exif.get(ExifTags.Base.Orientation, 1))
 
 
-def _has_late_orientation(path: Path) -> bool:
+def _has_late_orientation(path: Path | MediaBytes) -> bool:
     """Whether a PNG keeps EXIF or XMP data behind its pixels."""
     seen_pixels = False
-    with open(path, "rb") as file:
+    with io.BytesIO(path.content) if isinstance(path, MediaBytes) else open(path, "rb") as file:
         file.seek(_PNG_SIGNATURE_BYTES)
         while len(head := file.read(8)) == 8:
             length, kind = struct.unpack(">I4s", head)
@@ -125,7 +127,7 @@ def _may_orient(kind: bytes, length: int, file: BinaryIO) -> bool:
     return keyword.startswith((b"Raw profile type exif", b"XML:com.adobe.xmp"))
 
 
-def load_image(path: str | Path) -> Image.Image:
+def load_image(path: Source) -> Image.Image:
     """Decode an image as RGB, turned upright by its EXIF orientation.
 
     Palette, grayscale and CMYK become RGB as Pillow's ``convert("RGB")`` has it, which also
@@ -136,16 +138,21 @@ def load_image(path: str | Path) -> Image.Image:
     DataError
         If the file cannot be decoded.
     """
-    path = Path(path)
-    with naming_file(path, "image"), Image.open(path) as opened:
+    path = as_source(path)
+    with naming_file(path, "image"), Image.open(readable(path)) as opened:
         opened.load()
-        image = ImageOps.exif_transpose(opened)
-        if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        return image.convert("RGB")
+        return upright_rgb(opened)
 
 
-def clip_info(path: str | Path) -> ClipInfo:
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """A decoded image as :func:`load_image` returns it."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def clip_info(path: Source) -> ClipInfo:
     """Frame count, rate and size of a clip from its container.
 
     Packets are counted, still without decoding, when the container names no frame count.
@@ -155,8 +162,8 @@ def clip_info(path: str | Path) -> ClipInfo:
     DataError
         If the file is missing, no video, or has no frame.
     """
-    path = Path(path)
-    with naming_file(path, "clip"), av.open(str(path)) as container:
+    path = as_source(path)
+    with naming_file(path, "clip"), av.open(readable(path)) as container:
         stream = _video_stream(container, path)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
         num_frames = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
@@ -171,7 +178,7 @@ def clip_info(path: str | Path) -> ClipInfo:
         return ClipInfo(num_frames, fps, duration_s, stream.height, stream.width)
 
 
-def upright_size(path: str | Path) -> tuple[int, int]:
+def upright_size(path: Source) -> tuple[int, int]:
     """Height and width of the frames of a clip in pixels, turned as the container asks.
 
     The first frame is decoded: the rotation cannot be read from the container alone.
@@ -222,7 +229,7 @@ def frame_indices(num_frames_total: int, fps: float, frames_per_second: float, m
     return [k * num_frames_total // num_frames for k in range(num_frames)]
 
 
-def load_frames(path: str | Path, indices: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+def load_frames(path: Source, indices: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
     """Decode frames of a clip, turned as the container asks, no further than the last one wanted.
 
     Parameters
@@ -240,11 +247,11 @@ def load_frames(path: str | Path, indices: Sequence[int]) -> list[npt.NDArray[np
     DataError
         If the file cannot be decoded or holds fewer frames.
     """
-    path = Path(path)
+    path = as_source(path)
     wanted = set(indices)
     frames: list[npt.NDArray[np.uint8]] = []
     num_decoded = 0
-    with naming_file(path, "clip"), av.open(str(path)) as container:
+    with naming_file(path, "clip"), av.open(readable(path)) as container:
         for frame in container.decode(_video_stream(container, path)):
             if num_decoded in wanted:
                 pixels = frame.to_ndarray(format="rgb24")
@@ -259,7 +266,7 @@ def load_frames(path: str | Path, indices: Sequence[int]) -> list[npt.NDArray[np
     return frames
 
 
-def _video_stream(container: av.container.InputContainer, path: Path) -> av.VideoStream:
+def _video_stream(container: av.container.InputContainer, path: Path | MediaBytes) -> av.VideoStream:
     if not container.streams.video:
         raise DataError(f"clip {path} must have a video stream, found none; {FILE_REMEDY}")
     return container.streams.video[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflop_ds.data.audio import audio_info, load_audio, resampled_length
+from dflop_ds.data.audio import audio_info, load_audio, resample, resampled_length
 from dflop_ds.data.conversation import MediaRef
 from dflop_ds.data.media import (
     clip_info,
@@ -13,8 +13,10 @@ from dflop_ds.data.media import (
     image_size,
     load_frames,
     load_image,
+    upright_rgb,
     upright_size,
 )
+from dflop_ds.data.memory import MediaBytes, Recording
 from dflop_ds.errors import ConfigError
 from dflop_ds.families import MediaItem, MediaRule, Modality
 
@@ -49,9 +51,9 @@ class MediaReader:
         self.max_frames = max_frames
         self.frames_per_second = frames_per_second
 
-    def path(self, ref: MediaRef) -> Path:
+    def source(self, ref: MediaRef) -> Path | MediaBytes:
         """Where a file is."""
-        return self.root / ref.path
+        return ref.value if isinstance(ref.value, MediaBytes) else self.root / ref.path
 
     def item(self, ref: MediaRef, num_images: int) -> MediaItem:
         """What a file will become, from its header.
@@ -67,7 +69,9 @@ class MediaReader:
         DataError
             If the header cannot be read or the model does not take the file.
         """
-        path = self.path(ref)
+        if ref.is_decoded:
+            return self._decoded_item(ref, num_images)
+        path = self.source(ref)
         if ref.modality is Modality.VIDEO:
             info = clip_info(path)
             num_frames = len(self._frame_indices(info.num_frames, info.fps))
@@ -92,13 +96,36 @@ class MediaReader:
         DataError
             If the file cannot be decoded.
         """
-        path = self.path(ref)
+        if ref.is_decoded:
+            return self._decoded(ref)
+        path = self.source(ref)
         if ref.modality is Modality.VIDEO:
             info = clip_info(path)
             return load_frames(path, self._frame_indices(info.num_frames, info.fps))
         if ref.modality is Modality.AUDIO:
             return load_audio(path, self.rule.sampling_rate_hz, self.rule.max_audio_samples)
         return load_image(path)
+
+    def _decoded_item(self, ref: MediaRef, num_images: int) -> MediaItem:
+        """What a medium in memory will become; the rate of a clip of frames is not known."""
+        content = self._decoded(ref)
+        if ref.modality is Modality.VIDEO:
+            height, width = content[0].shape[:2]
+            return self.rule.clip(len(content), height, width, 0.0)
+        if ref.modality is Modality.AUDIO:
+            recording: Recording = ref.value
+            wanted_hz = self.rule.sampling_rate_hz
+            return self.rule.audio(
+                resampled_length(recording.samples.shape[1], recording.sampling_rate_hz, wanted_hz)
+            )
+        return self.rule.image(content.height, content.width, num_images)
+
+    def _decoded(self, ref: MediaRef) -> Any:
+        if ref.modality is Modality.VIDEO:
+            return [ref.value[index] for index in self._frame_indices(len(ref.value), 0.0)]
+        if ref.modality is Modality.AUDIO:
+            return resample(ref.value, self.rule.sampling_rate_hz, self.rule.max_audio_samples)
+        return upright_rgb(ref.value)
 
     def _frame_indices(self, num_frames: int, fps: float) -> list[int]:
         return frame_indices(num_frames, fps, self.frames_per_second, self.max_frames)

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dflop_ds.data.hub_records import HubRecords
 from dflop_ds.data.mixture import MIXTURE_KEY, Mixture, load_mixture_file
 from dflop_ds.errors import DataError
 
@@ -33,7 +34,8 @@ class Records(Protocol):
 
 
 def open_records(path: str | Path, seed: int = 0) -> Records:
-    """Open ``.json`` (a list), ``.jsonl`` (one record a line) or a mixture (``.yaml``, or ``.json``).
+    """Open ``.json`` (a list), ``.jsonl`` (one record a line), a mixture (``.yaml``, or ``.json``), or a
+    data set that ``datasets`` has saved (a folder, or ``.parquet``).
 
     Parameters
     ----------
@@ -47,6 +49,8 @@ def open_records(path: str | Path, seed: int = 0) -> Records:
         If the file is missing, of another kind, or neither a JSON list nor a mixture.
     """
     path = Path(path)
+    if path.is_dir() or path.suffix == ".parquet":
+        return HubRecords.open(path)
     if path.suffix in _MIXTURE_SUFFIXES:
         _check_exists(path)
         return Mixture(path, load_mixture_file(path), seed=seed, open_file=_open_file)
@@ -60,7 +64,8 @@ def _open_file(path: Path, may_be_mixture: bool = False) -> Any:
     """Records of one file; the content of a mixture file where one may stand here."""
     if path.suffix not in (".json", ".jsonl"):
         raise DataError(
-            f"records must be a .json or .jsonl file, or a mixture in .yaml, found {path}; convert them."
+            f"records must be a .json or .jsonl file, a mixture in .yaml, .parquet or a folder that datasets "
+            f"has saved, found {path}; convert them."
         )
     _check_exists(path)
     if path.suffix == ".jsonl":

@@ -11,6 +11,7 @@ import numpy as np
 from dflop_ds.config import DflopConfig
 from dflop_ds.data.collate import PackedCollator
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
+from dflop_ds.data.hub_records import as_records
 from dflop_ds.data.probe import ProbeResult, probe
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.families import import_families
@@ -18,14 +19,21 @@ from dflop_ds.runtime import distributed
 from dflop_ds.shapes import ShapeTable
 
 
-def open_dataset(config: DflopConfig, records_path: str | None = None) -> LlavaDataset:
-    """The data set of `records_path`, by default of ``dflop.data.train_path``; nothing is read yet."""
+def open_dataset(config: DflopConfig, source: Any = None) -> LlavaDataset:
+    """The data set of `source`, by default of ``dflop.data.train_path``; media are not read yet.
+
+    Parameters
+    ----------
+    config : DflopConfig
+    source : str, datasets.Dataset or list of records, optional
+    """
     import_families(config.model.family_module)
-    path = Path(records_path or config.data.train_path or "")
+    source = config.data.train_path or "" if source is None else source
+    named = isinstance(source, str)
     return from_pretrained_dir(
         config.model.path or "",
-        path,
-        media_root=config.data.media_root or path.parent,
+        source if named else as_records(source),
+        media_root=config.data.media_root or (Path(source).parent if named else "."),
         max_frames=config.data.max_frames,
         frames_per_second=config.data.frames_per_second,
         seed=config.seed,
@@ -33,10 +41,10 @@ def open_dataset(config: DflopConfig, records_path: str | None = None) -> LlavaD
 
 
 def open_probed(
-    config: DflopConfig, model_config: Any, records_path: str | None, shape_cache: str | None
+    config: DflopConfig, model_config: Any, source: Any, shape_cache: str | None
 ) -> ProbedDataset:
     """Open a data set on every rank; its shapes are read by rank 0 and sent to all."""
-    dataset = distributed.together(lambda: open_dataset(config, records_path))
+    dataset = distributed.together(lambda: open_dataset(config, source))
 
     def scan() -> bytes:
         found = scan_shapes(dataset, config, model_config, shape_cache)

@@ -53,7 +53,7 @@ class Setup:
     collate_fn: PackedCollator
 
 
-def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
+def prepare(ds_config: dict[str, Any], config: DflopConfig, train_data: Any = None) -> Setup:
     """Read the data, predict times, cut the model into stages, build the local one.
 
     A collective call: rank 0 reads media headers and times layers, the others get the result.
@@ -65,16 +65,19 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig) -> Setup:
         The whole DeepSpeed configuration.
     config : DflopConfig
         Its ``"dflop"`` block.
+    train_data : datasets.Dataset or list of dict, optional
+        Records in LLaVA's format, the same on every rank, instead of ``dflop.data.train_path``. They may hold
+        images and recordings themselves.
     """
     forget_segment_names()
     distributed.together(lambda: validate_for_pipeline(ds_config))
-    distributed.together(config.require_training_inputs)
+    distributed.together(lambda: config.require_training_inputs(has_data=train_data is not None))
     distributed.together(lambda: check_outputs(config))
     num_stages = distributed.together(lambda: resolve_stages(config, dist.get_world_size()))
     num_replicas = dist.get_world_size() // num_stages
     sizes = distributed.together(lambda: BatchSizes.from_ds_config(ds_config, num_replicas))
     model_config = distributed.together(lambda: read_model_config(config))
-    dataset = open_probed(config, model_config, config.data.train_path, config.data.shape_cache)
+    dataset = open_probed(config, model_config, train_data, config.data.shape_cache)
     eval_dataset = None
     if config.data.eval_path is not None:
         eval_dataset = open_probed(config, model_config, config.data.eval_path, None)
