@@ -21,7 +21,7 @@ from dflop_ds.runtime.adaptive import AdaptivePlanner
 from dflop_ds.runtime.dataloader import DflopDataLoader
 from dflop_ds.runtime.evaluation import evaluate
 from dflop_ds.runtime.feed import PlanFeed
-from dflop_ds.runtime.report import PlanLog, forget_other_ranks
+from dflop_ds.runtime.report import PlanLog, forget_other_ranks, open_rank_log
 from dflop_ds.runtime.telemetry import Telemetry
 from dflop_ds.scheduling.plan_log import rank_log
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
@@ -197,7 +197,7 @@ class DflopPipelineEngine(PipelineEngine):
             return None
         own = rank_log(Path(path), self.global_rank)
         if self.global_rank != 0:
-            self._log = PlanLog(own, {})
+            self._log = open_rank_log(own)
             return None
         forget_other_ranks(own, self.world_size)
         names = dict(zip(planner.rows.tolist(), planner.table.sample_ids, strict=True))

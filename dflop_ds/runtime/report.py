@@ -116,6 +116,17 @@ class PlanLog:
             file.write(json.dumps(line) + "\n")
 
 
+def open_rank_log(path: Path) -> PlanLog | None:
+    """Log of a rank beside rank 0; None where it cannot be written, which does not stop training."""
+    try:
+        log = PlanLog(path, {})
+        path.touch()
+    except OSError as error:
+        logger.warning("this rank keeps no log of its measurements: %s", error)
+        return None
+    return log
+
+
 def forget_other_ranks(path: Path, world_size: int) -> None:
     """Remove the logs of ranks that an earlier run had and this one has not."""
     for rank, log in rank_logs(path).items():

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dflop_ds.runtime import random_state
-from dflop_ds.runtime.report import PlanLog, forget_other_ranks
+from dflop_ds.runtime.report import PlanLog, forget_other_ranks, open_rank_log
 from dflop_ds.runtime.stop import leave_signals_to_rank, on_signals
 from dflop_ds.scheduling.plan_log import rank_log
 
@@ -60,6 +60,12 @@ def test_the_plan_log_of_a_resumed_run(tmp_path: Path) -> None:
     assert kept == [("plan", 0), ("measured", 0), ("plan", 1), ("plan", 2), ("plan", 3)]
     PlanLog(path, {})._write({"type": "plan", "step": 0})
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_rank_that_cannot_write_its_log_goes_on_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert open_rank_log(tmp_path / "file" / "plans.rank1.jsonl") is None
+    assert open_rank_log(tmp_path / "folder" / "plans.rank1.jsonl") is not None
 
 
 def test_logs_of_ranks_that_are_no_more_are_removed(tmp_path: Path) -> None:
