@@ -121,7 +121,7 @@ def _one_image(rng: np.random.Generator, number: int, root: Path, photos: list[P
     turns = [(f"<image>\n{question_text(rng, 'picture')}", answer_text(rng))]
     while len(turns) < 4 and rng.random() < 0.35:
         turns.append((question_text(rng, "picture"), answer_text(rng)))
-    return {"image": path, "conversations": _turns(turns)}
+    return {"image": path, "conversations": chat_turns(turns)}
 
 
 def _several_images(
@@ -132,7 +132,7 @@ def _several_images(
     front = "<image>\n" * count
     return {
         "image": paths,
-        "conversations": _turns([(front + question_text(rng, "pictures"), answer_text(rng))]),
+        "conversations": chat_turns([(front + question_text(rng, "pictures"), answer_text(rng))]),
     }
 
 
@@ -143,7 +143,7 @@ def _clip(rng: np.random.Generator, number: int, root: Path, photos: list[Pixels
     placeholder = "<video>" if rng.random() < 0.5 else "<image>"
     return {
         "video": path,
-        "conversations": _turns([(f"{placeholder}\n{question_text(rng, 'clip')}", answer_text(rng))]),
+        "conversations": chat_turns([(f"{placeholder}\n{question_text(rng, 'clip')}", answer_text(rng))]),
     }
 
 
@@ -151,7 +151,7 @@ def _text(rng: np.random.Generator, number: int, root: Path, photos: list[Pixels
     spread = math.log(_LONGEST_TEXT_WORDS / _SHORTEST_TEXT_WORDS)
     # Squaring a uniform number leaves many short chats and a long tail.
     num_words = round(_SHORTEST_TEXT_WORDS * math.exp(spread * rng.random() ** 2))
-    return {"conversations": _turns([chat_text(rng, num_words)])}
+    return {"conversations": chat_turns([chat_text(rng, num_words)])}
 
 
 _WRITERS: dict[str, Callable[[np.random.Generator, int, Path, list[Pixels]], dict[str, Any]]] = {
@@ -162,7 +162,7 @@ _WRITERS: dict[str, Callable[[np.random.Generator, int, Path, list[Pixels]], dic
 }
 
 
-def _turns(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
+def chat_turns(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
     return [
         {"from": sender, "value": value}
         for question, answer in pairs

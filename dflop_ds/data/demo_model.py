@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -107,9 +108,7 @@ def write_tiny_model(
 
 def tiny_config(dims: TinyModelDims, tokenizer: PreTrainedTokenizerFast) -> LlavaOnevisionConfig:
     """Configuration of the demo model for a tokenizer."""
-    pad, _, turn_end, image, video = (
-        int(tokenizer.convert_tokens_to_ids(token)) for token in (*_TURN_TOKENS, *_MEDIA_TOKENS)
-    )
+    image, video = (int(tokenizer.convert_tokens_to_ids(token)) for token in _MEDIA_TOKENS)
     sides = [dims.tile_px * k for k in range(1, dims.grid_side + 1)]
     return LlavaOnevisionConfig(
         architectures=["LlavaOnevisionForConditionalGeneration"],
@@ -122,24 +121,29 @@ def tiny_config(dims: TinyModelDims, tokenizer: PreTrainedTokenizerFast) -> Llav
             num_attention_heads=dims.vision_heads,
             vision_use_head=False,
         ).to_dict(),
-        text_config=Qwen2Config(
-            vocab_size=dims.vocab_size,
-            hidden_size=dims.text_hidden,
-            intermediate_size=dims.text_intermediate,
-            num_hidden_layers=dims.text_layers,
-            num_attention_heads=dims.text_heads,
-            num_key_value_heads=dims.text_kv_heads,
-            max_position_embeddings=32768,
-            tie_word_embeddings=False,
-            pad_token_id=pad,
-            eos_token_id=turn_end,
-            bos_token_id=None,
-        ).to_dict(),
+        text_config=tiny_text_config(dims, tokenizer),
         image_grid_pinpoints=[[height, width] for height in sides for width in sides],
         image_token_index=image,
         video_token_index=video,
         tie_word_embeddings=False,
     )
+
+
+def tiny_text_config(dims: TinyModelDims, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Configuration of the demo's language model for a tokenizer."""
+    return Qwen2Config(
+        vocab_size=dims.vocab_size,
+        hidden_size=dims.text_hidden,
+        intermediate_size=dims.text_intermediate,
+        num_hidden_layers=dims.text_layers,
+        num_attention_heads=dims.text_heads,
+        num_key_value_heads=dims.text_kv_heads,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    ).to_dict()
 
 
 def train_tokenizer(

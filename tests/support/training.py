@@ -106,9 +106,15 @@ def keep_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 def reference_model(model_dir: str) -> Any:
     """The ``transformers`` model with the weights that the pipeline starts from."""
-    from transformers import LlavaOnevisionForConditionalGeneration
+    import transformers
 
-    return LlavaOnevisionForConditionalGeneration.from_pretrained(model_dir).eval()
+    architecture = transformers.AutoConfig.from_pretrained(model_dir).architectures[0]
+    model = getattr(transformers, architecture).from_pretrained(model_dir).eval()
+    for name, parameter in model.named_parameters():
+        # The class freezes this table when it is built; loading weights makes every parameter trainable.
+        if name.endswith("audio_tower.embed_positions.weight"):
+            parameter.requires_grad_(False)
+    return model
 
 
 def hugging_face_inputs(sample: Any) -> dict[str, torch.Tensor]:
@@ -116,10 +122,12 @@ def hugging_face_inputs(sample: Any) -> dict[str, torch.Tensor]:
     from dflop_ds.data.layout import MediaKind
 
     inputs = {"input_ids": sample.input_ids[None]}
-    sizes = [item.num_inputs for item in sample.media]
+    sizes = [item.num_rows for item in sample.media]
     tiles = list(sample.media_values.split(sizes)) if sample.media else []
     images = [(t, m) for t, m in zip(tiles, sample.media, strict=True) if m.kind is not MediaKind.CLIP]
     clips = [t for t, m in zip(tiles, sample.media, strict=True) if m.kind is MediaKind.CLIP]
+    if any(m.kind is MediaKind.AUDIO for m in sample.media):
+        return audio_inputs(sample.input_ids, tiles, [m.extent[0] for m in sample.media])
     if images:
         most = max(len(t) for t, _ in images)
         padded = [torch.cat([t, t.new_zeros(most - len(t), *t.shape[1:])]) for t, _ in images]
@@ -130,6 +138,20 @@ def hugging_face_inputs(sample: Any) -> dict[str, torch.Tensor]:
         inputs["pixel_values_videos"] = torch.stack(clips)
     return {
         key: value.to(torch.float64) if value.is_floating_point() else value for key, value in inputs.items()
+    }
+
+
+def audio_inputs(
+    input_ids: torch.Tensor, rows: list[torch.Tensor], lengths: list[int]
+) -> dict[str, torch.Tensor]:
+    """Inputs of Qwen2-Audio: mel frames in whole windows of 30 s, of recordings of so many samples."""
+    windows = [torch.nn.functional.pad(frames.T, (0, 3000 - len(frames))) for frames in rows]
+    num_frames = torch.tensor([-(-min(length, 480_000) // 160) for length in lengths])
+    return {
+        "input_ids": input_ids[None],
+        "attention_mask": torch.ones_like(input_ids)[None],
+        "input_features": torch.stack(windows).double(),
+        "feature_attention_mask": (torch.arange(3000) < num_frames[:, None]).long(),
     }
 
 
