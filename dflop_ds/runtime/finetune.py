@@ -70,7 +70,7 @@ def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan], seed: in
         return None
     layers = build_without_memory(plans)
     weights = named_weights(plans, layers)
-    frozen = select(config.freeze, weights, _FREEZE_KEY)
+    frozen = select(config.freeze, weights, _FREEZE_KEY) | _constants(layers)
     adapters = None
     if config.lora is not None:
         chosen = adapter_weights(layers, select(config.lora.match, weights, f"{_LORA_KEY}.match"))
@@ -88,6 +88,12 @@ def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan], seed: in
         for number, group in enumerate(config.param_groups)
     )
     return Finetuning(frozen, _layer_states(weights, len(plans), frozen, config), groups, adapters)
+
+
+def _constants(layers: Sequence[PipelineLayer]) -> frozenset[str]:
+    """Parameters that the model itself never trains, such as tables of sinusoids."""
+    named = ((layer, name, value) for layer in layers for name, value in layer.named_parameters())
+    return frozenset(layer.hf_name(name) for layer, name, value in named if not value.requires_grad)
 
 
 def _layer_states(
