@@ -32,6 +32,11 @@ class DataConfig(Block):
         gt=0,
         description="Sampling rate of videos, in frames per second of film, up to max_frames.",
     )
+    long_audio: Literal["cut", "refuse"] = Field(
+        default="cut",
+        description="What happens to a recording that is longer than the model's window (30 s). cut: its "
+        "beginning is used, as the model's processor does, with a warning. refuse: its sample is broken.",
+    )
     max_tokens: PositiveInt | None = Field(
         default=None,
         description="Longest LLM sequence of one sample, in tokens, media tokens included. Longer samples "

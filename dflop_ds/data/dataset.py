@@ -21,7 +21,7 @@ from dflop_ds.data.conversation import (
     tokenize_conversation,
 )
 from dflop_ds.data.processor import SETTINGS_FILES, MediaProcessor, read_settings
-from dflop_ds.data.reader import MediaReader
+from dflop_ds.data.reader import LongAudio, MediaReader
 from dflop_ds.data.records import Records, open_records
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.families import MediaItem, MediaRule, Modality, family_of
@@ -77,6 +77,8 @@ class LlavaDataset(Dataset[LoadedSample]):
         Frames taken of one clip at most.
     frames_per_second : float
         Sampling rate of clips.
+    long_audio : {"cut", "refuse"}
+        What happens to recordings of which the model takes the beginning only.
     load_media : bool
         False: media are looked at no further than their headers.
     seed : int
@@ -100,10 +102,11 @@ class LlavaDataset(Dataset[LoadedSample]):
         processor: MediaProcessor,
         max_frames: int = DEFAULT_MAX_FRAMES,
         frames_per_second: float = DEFAULT_FRAMES_PER_SECOND,
+        long_audio: LongAudio = "cut",
         load_media: bool = True,
         seed: int = 0,
     ) -> None:
-        self.reader = MediaReader(media_root, rule, max_frames, frames_per_second)
+        self.reader = MediaReader(media_root, rule, max_frames, frames_per_second, long_audio)
         check_tokenizer(tokenizer, rule.placeholders.values())
         self.records_path = Path(records) if isinstance(records, (str, Path)) else None
         self.tokenizer = tokenizer
@@ -200,6 +203,7 @@ class LlavaDataset(Dataset[LoadedSample]):
             repr(self.rule),
             self.reader.max_frames,
             self.reader.frames_per_second,
+            self.reader.long_audio,
             self.tokenizer.chat_template,
             cast(Any, self.tokenizer).backend_tokenizer.to_str(),
         ]
@@ -247,6 +251,7 @@ def from_pretrained_dir(
     media_root: str | Path,
     max_frames: int = DEFAULT_MAX_FRAMES,
     frames_per_second: float = DEFAULT_FRAMES_PER_SECOND,
+    long_audio: LongAudio = "cut",
     load_media: bool = True,
     seed: int = 0,
 ) -> LlavaDataset:
@@ -257,7 +262,7 @@ def from_pretrained_dir(
     model_dir : str or Path
         Holds ``config.json``, ``tokenizer.json`` and ``preprocessor_config.json`` (or
         ``processor_config.json``, as newer versions save it); nothing is downloaded.
-    records, media_root, max_frames, frames_per_second, load_media, seed
+    records, media_root, max_frames, frames_per_second, long_audio, load_media, seed
         As :class:`LlavaDataset`.
 
     Raises
@@ -293,6 +298,7 @@ def from_pretrained_dir(
         processor=processor,
         max_frames=max_frames,
         frames_per_second=frames_per_second,
+        long_audio=long_audio,
         load_media=load_media,
         seed=seed,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dflop_ds.data.audio import audio_info, load_audio, resample, resampled_length
 from dflop_ds.data.conversation import MediaRef
@@ -17,8 +18,12 @@ from dflop_ds.data.media import (
     upright_size,
 )
 from dflop_ds.data.memory import MediaBytes, Recording
-from dflop_ds.errors import ConfigError
+from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.families import MediaItem, MediaRule, Modality
+
+logger = logging.getLogger(__name__)
+
+LongAudio = Literal["cut", "refuse"]
 
 
 class MediaReader:
@@ -33,6 +38,8 @@ class MediaReader:
         Frames taken of one clip at most.
     frames_per_second : float
         Sampling rate of clips.
+    long_audio : {"cut", "refuse"}
+        What happens to recordings of which the model takes the beginning only.
 
     Raises
     ------
@@ -40,7 +47,14 @@ class MediaReader:
         If a setting is out of range.
     """
 
-    def __init__(self, root: str | Path, rule: MediaRule, max_frames: int, frames_per_second: float) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        rule: MediaRule,
+        max_frames: int,
+        frames_per_second: float,
+        long_audio: LongAudio = "cut",
+    ) -> None:
         if max_frames < 1 or not frames_per_second > 0:
             raise ConfigError(
                 "a data set needs max_frames >= 1 and frames_per_second > 0, found "
@@ -50,6 +64,8 @@ class MediaReader:
         self.rule = rule
         self.max_frames = max_frames
         self.frames_per_second = frames_per_second
+        self.long_audio: LongAudio = long_audio
+        self._has_cut = False
 
     def source(self, ref: MediaRef) -> Path | MediaBytes:
         """Where a file is."""
@@ -80,10 +96,7 @@ class MediaReader:
             return self.rule.clip(num_frames, *size, 1.0 / used_fps if used_fps > 0 else 0.0)
         if ref.modality is Modality.AUDIO:
             recording = audio_info(path)
-            wanted_hz = self.rule.sampling_rate_hz
-            return self.rule.audio(
-                resampled_length(recording.num_samples, recording.sampling_rate_hz, wanted_hz)
-            )
+            return self._audio_item(recording.num_samples, recording.sampling_rate_hz, str(path))
         height, width = image_size(path)
         return self.rule.image(height, width, num_images)
 
@@ -114,11 +127,24 @@ class MediaReader:
             return self.rule.clip(len(content), height, width, 0.0)
         if ref.modality is Modality.AUDIO:
             recording: Recording = ref.value
-            wanted_hz = self.rule.sampling_rate_hz
-            return self.rule.audio(
-                resampled_length(recording.samples.shape[1], recording.sampling_rate_hz, wanted_hz)
-            )
+            return self._audio_item(recording.samples.shape[1], recording.sampling_rate_hz, "in memory")
         return self.rule.image(content.height, content.width, num_images)
+
+    def _audio_item(self, num_samples: int, sampling_rate_hz: int, name: str) -> MediaItem:
+        wanted_hz, limit = self.rule.sampling_rate_hz, self.rule.max_audio_samples
+        resampled = resampled_length(num_samples, sampling_rate_hz, wanted_hz)
+        if limit is not None and resampled > limit:
+            found = f"the recording {name} must last at most {limit / wanted_hz:g} s, found "
+            found += f"{resampled / wanted_hz:.6g} s"
+            if self.long_audio == "refuse":
+                raise DataError(
+                    f"{found}; cut it into recordings of that length, "
+                    'or set "long_audio": "cut" to use its beginning.'
+                )
+            if not self._has_cut:
+                logger.warning("%s; its beginning is used, and that of others like it.", found)
+            self._has_cut = True
+        return self.rule.audio(resampled)
 
     def _decoded(self, ref: MediaRef) -> Any:
         if ref.modality is Modality.VIDEO:

@@ -36,6 +36,7 @@ def open_dataset(config: DflopConfig, source: Any = None) -> LlavaDataset:
         media_root=config.data.media_root or (Path(source).parent if named else "."),
         max_frames=config.data.max_frames,
         frames_per_second=config.data.frames_per_second,
+        long_audio=config.data.long_audio,
         seed=config.seed,
     )
 

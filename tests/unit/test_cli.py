@@ -111,6 +111,15 @@ def test_demo_data_passes_its_arguments(monkeypatch, tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().out
 
 
+def test_demo_data_of_recordings(monkeypatch, tmp_path):
+    calls = []
+    fake = types.ModuleType("dflop_ds.data.demo_audio")
+    fake.build_audio_demo = lambda out, **options: calls.append((out, options))
+    monkeypatch.setitem(sys.modules, "dflop_ds.data.demo_audio", fake)
+    assert main(["demo-data", "--out", str(tmp_path), "--num-samples", "5", "--media", "audio"]) == 0
+    assert calls == [(tmp_path, {"num_samples": 5, "seed": 0})]
+
+
 def test_errors_of_ours_show_no_traceback(monkeypatch, tmp_path, capsys):
     def broken(out, **options):
         raise DataError("a disk must have room, found none. Free some.")

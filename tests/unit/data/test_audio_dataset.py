@@ -169,6 +169,29 @@ def test_the_scan_refuses_what_cannot_be_used(demo: DemoPaths, tmp_path: Path) -
         probe(data, max_tokens=1_000)
 
 
+def test_long_recordings_are_cut_with_a_warning_or_refused(
+    demo: DemoPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_wav(tmp_path / "fits.wav", WINDOW_SAMPLES)
+    write_wav(tmp_path / "long.wav", WINDOW_SAMPLES + 1)
+    records = [record(name, f"{name}.wav", "<audio>\nWhat?") for name in ("fits", "long")]
+    data = open_records(demo, tmp_path, *records)
+    shapes = probe(data, max_tokens=1_000).table
+    assert shapes.audio_positions.tolist() == [1500, 1500]
+    probe(data, max_tokens=1_000)
+    assert [entry.message for entry in caplog.records if "must last at most 30 s" in entry.message] == [
+        f"the recording {tmp_path / 'long.wav'} must last at most 30 s, found 30.0001 s; "
+        "its beginning is used, and that of others like it."
+    ]
+    strict = from_pretrained_dir(
+        demo.model_dir, tmp_path / "records.json", media_root=tmp_path, long_audio="refuse"
+    )
+    found = probe(strict, max_tokens=1_000, broken="drop")
+    assert found.table.sample_ids == ["fits"]
+    assert "sample 'long': the recording" in found.dropped[0].reason
+    assert strict.fingerprint() != data.fingerprint()
+
+
 def test_limits_drop_whole_samples(data: LlavaDataset) -> None:
     lengths = [len(data[index].input_ids) for index in range(len(data))]
     for limit in (lengths[0] - 1, lengths[0], max(lengths)):
