@@ -25,7 +25,7 @@ group = TensorParallelGroup(distributed.device(), (4, 2))
 dataset = from_pretrained_dir(
     arguments["model_dir"], arguments["train_path"], media_root=Path(arguments["train_path"]).parent
 )
-collate = PackedCollator(0, tile_px=dataset.rule.tile_px)
+collate = PackedCollator(0, row_shape=dataset.processor.row_shape)
 (pixels, vector), _ = collate([dataset[arguments["index"]]])
 
 
