@@ -138,13 +138,15 @@ def _audio_stream(container: av.container.InputContainer, path: Path | MediaByte
 
 
 def _packets_s(container: av.container.InputContainer, stream: av.AudioStream) -> float:
-    """End of the last packet in seconds."""
+    """Seconds from the first packet, or from zero if it lies before, to the end of the last one."""
+    first: int | None = None
     end = 0
     for packet in container.demux(stream):
         if packet.size:
             start = end if packet.pts is None else packet.pts
+            first = max(start, 0) if first is None else first
             end = max(end, start + (packet.duration or 0))
-    return float(end * stream.time_base) if stream.time_base is not None else 0.0
+    return float((end - (first or 0)) * stream.time_base) if stream.time_base is not None else 0.0
 
 
 def _resampled_blocks(

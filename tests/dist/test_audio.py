@@ -26,7 +26,8 @@ def test_training_equals_a_single_process(tmp_path: Path) -> None:
     block = {"parallel": {"pipeline_stages": 2}}
     top = {"train_batch_size": BATCH, "gradient_clipping": CLIP, "optimizer": ADAM}
     config = ds_config(demo_paths(demo), tmp_path / "run", block, **top)
-    reports = run_ranks("trajectory", {"config": config, "num_steps": NUM_STEPS}, tmp_path / "run")
+    arguments = {"config": config, "num_steps": NUM_STEPS, "checkpoint": True}
+    reports = run_ranks("trajectory", arguments, tmp_path / "run")
 
     dataset = from_pretrained_dir(demo.model_dir, demo.train_path, media_root=demo.media_root)
     model = reference_model(str(demo.model_dir)).double()
@@ -43,6 +44,8 @@ def test_training_equals_a_single_process(tmp_path: Path) -> None:
         losses.append(loss.item())
     for report in reports:
         assert report["losses"] == pytest.approx(losses, rel=1e-4)
+        assert report["moved"] > 1e-4
+        assert report["restored"] == 0.0
     assert losses[-1] < losses[0]
     # The encoder is large enough for its blocks to be part of the first stage, the decoder of the second.
     assert 0 < reports[0]["parts"][1] < reports[0]["parts"][2]

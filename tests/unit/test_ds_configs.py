@@ -12,6 +12,7 @@ from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop, validate_fo
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 RANKS = {
     "llava_onevision_tiny_cpu.json": 2,
+    "qwen2_audio_tiny_cpu.json": 2,
     "llava_onevision_qwen2.5_7b_8gpu.json": 8,
     "llava_onevision_qwen2.5_7b_32gpu.json": 32,
     "llava_onevision_llama3_8b_8gpu.json": 8,

@@ -88,6 +88,7 @@ def test_channels_are_averaged(tmp_path: Path, rate_hz: int) -> None:
         ("a.aac", "adts", "aac", 44_100),
         ("a.opus", "ogg", "libopus", 48_000),
         ("a.webm", "webm", "libopus", 48_000),
+        ("a.ts", "mpegts", "aac", 44_100),
     ],
 )
 def test_compressed_formats_are_as_long_as_their_header_says(
