@@ -41,6 +41,11 @@ class Qwen2AudioProcessor:
                 "sampling rate, hop, frames of a window and mel bins of preprocessor_config.json must be "
                 f"{wanted}, as config.json has it, found {found}; use the files that belong together."
             )
+        if feature_extractor.padding_side != "right":
+            raise ConfigError(
+                f'padding_side of preprocessor_config.json must be "right", found '
+                f'"{feature_extractor.padding_side}"; a window is read from its beginning: correct it.'
+            )
         self.feature_extractor = feature_extractor
         self.row_shape = (rule.num_mel_bins,)
 

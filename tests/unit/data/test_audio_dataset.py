@@ -216,6 +216,9 @@ def test_settings_of_another_model_are_refused(demo: DemoPaths, tmp_path: Path) 
     WhisperFeatureExtractor(feature_size=80).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"\(16000, 160, 3000, 32\).*found \(16000, 160, 3000, 80\)"):
         from_pretrained_dir(tmp_path, demo.train_path, media_root=demo.media_root)
+    WhisperFeatureExtractor(feature_size=32, padding_side="left").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r'padding_side .*"right", found "left"'):
+        from_pretrained_dir(tmp_path, demo.train_path, media_root=demo.media_root)
 
 
 def test_settings_as_the_processor_saves_them_are_read(
