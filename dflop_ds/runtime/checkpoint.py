@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from dflop_ds.runtime import compat, distributed, optimizer_state, random_state
 from dflop_ds.runtime.saved import MAIN_FILE, RANK_FILES, SCHEMA_VERSION, SavedCheckpoint
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.position import SamplerPosition
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 _UNFINISHED = ".saving-"
@@ -56,7 +59,7 @@ def save(
             'DeepSpeed must write checkpoints at once, found a decoupled "checkpoint" engine; remove '
             '"checkpoint.writer" from the configuration.'
         )
-    if not tag or tag.startswith(".") or "/" in tag:
+    if not _is_plain(tag) or tag == LATEST:
         raise ConfigError(f"the tag of a checkpoint must be a plain name, found {tag!r}; choose another.")
     keeper = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
     if keeper:
@@ -112,6 +115,8 @@ def load(
     directory = distributed.together(lambda: find(folder, tag))
     if directory is None or not SavedCheckpoint.exists(directory):
         # Written by DeepSpeed alone: no position, and its own rules.
+        if directory is not None and not weights_only:
+            logger.warning("%s has no position in the data: the samples begin anew", directory)
         return read(
             str(folder), tag, load_module_only=weights_only, load_optimizer_states=with_optimizer, **options
         )
@@ -150,15 +155,34 @@ def find(folder: Path, tag: str | None = None) -> Path | None:
         if SavedCheckpoint.exists(folder):
             return folder
         if not (folder / LATEST).is_file():
-            return None
-        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+            return _without_pointer(folder)
+        tag = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     # A crash between the two renames of a replacement leaves the old one under its second name.
     for directory in (folder / tag, folder / f"{_REPLACED}{tag}"):
-        if directory.is_dir():
+        if _is_plain(tag) and directory.is_dir():
+            if SavedCheckpoint.is_damaged(directory):
+                raise ModelError(
+                    f"{directory} must hold {MAIN_FILE}, found none: without it the position in the data is "
+                    "lost; name another checkpoint."
+                )
             return directory
     raise ModelError(
         f"{folder} must hold the checkpoint {tag!r}, found none; name another tag, or correct {LATEST!r}."
     )
+
+
+def _is_plain(tag: str) -> bool:
+    return bool(tag) and not tag.startswith(".") and "/" not in tag and "\0" not in tag
+
+
+def _without_pointer(folder: Path) -> Path | None:
+    """The checkpoint that trained longest, where a crash came before the first one was made the latest."""
+    found = [path for path in folder.glob("*") if _is_plain(path.name) and SavedCheckpoint.exists(path)]
+    if not found:
+        return None
+    newest = max(found, key=lambda directory: (SavedCheckpoint(directory).num_steps, directory.name))
+    logger.warning("%s names no checkpoint in %r: %s is taken", folder, LATEST, newest.name)
+    return newest
 
 
 def _write_own_files(engine: Any, directory: Path, keeper: bool) -> None:
@@ -225,6 +249,7 @@ def _of_rank(engine: Any) -> dict[str, Any]:
 def _checked(engine: Any, directory: Path, weights_only: bool) -> SavedCheckpoint:
     """Open a checkpoint and make sure that this run can go on from it."""
     saved = SavedCheckpoint(directory)
+    saved.require_files()
     kinds = saved.main["layout"]["layer_kinds"]
     if kinds != engine.module.layer_kinds:
         raise ModelError(
@@ -243,8 +268,8 @@ def _restore_progress(engine: Any, saved: SavedCheckpoint) -> None:
         engine.adaptive.load_state_dict(saved.main["correction"])
     if position is not None and feed is not None:
         plans = [StepPlan.decode(plan) for plan in saved.main["plans"]]
-        same = all(plan.num_replicas == engine.dp_world_size for plan in plans)
-        feed.go_to(position["step"], plans if same else [])
+        valid = all(engine.data_plan.planner.accepts(plan) for plan in plans)
+        feed.go_to(position["step"], plans if valid else [])
         engine.restart_after(position["step"])
     if len(saved.ranks) != engine.world_size:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from dflop_ds.errors import ModelError
 SCHEMA_VERSION = 1
 MAIN_FILE = "dflop.json"
 RANK_FILES = "dflop-rank{:05d}.json"
+
+_STAGE_FILES = "mp_rank_{:02d}_model_states.pt"
+_MAIN_KEYS = ("num_ranks", "layout", "position", "plans", "correction")
+_RANK_KEYS = ("stage", "layers", "optimizer", "random", "planning", "num_measured_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +59,9 @@ class SavedCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.main = self._json(MAIN_FILE)
-        self.ranks = [self._json(RANK_FILES.format(rank)) for rank in range(int(self.main["num_ranks"]))]
+        self.main = self._json(MAIN_FILE, _MAIN_KEYS)
+        ranks = range(int(self.main["num_ranks"]))
+        self.ranks = [self._json(RANK_FILES.format(rank), _RANK_KEYS) for rank in ranks]
         self._opened: dict[str, Any] = {}
         self._pieces: dict[str, list[tuple[str, list[int]]]] = {}
         for name, by_stage in self._pieces_by_stage().items():
@@ -65,6 +71,36 @@ class SavedCheckpoint:
     def exists(directory: Path) -> bool:
         """Whether a directory is a complete checkpoint of dflop_ds."""
         return (directory / MAIN_FILE).is_file()
+
+    @staticmethod
+    def is_damaged(directory: Path) -> bool:
+        """Whether a directory was a checkpoint of dflop_ds and has lost its main file."""
+        return not SavedCheckpoint.exists(directory) and (directory / RANK_FILES.format(0)).exists()
+
+    def require_files(self) -> None:
+        """Make sure that DeepSpeed's files are there and not cut off.
+
+        Raises
+        ------
+        ModelError
+            Naming every file that is missing or damaged.
+        """
+        num_layers = self.num_layers
+        names = {f"layer_{n:02d}-model_states.pt" for n in range(num_layers) if self.layer_names(n)}
+        names |= {_STAGE_FILES.format(stage) for stage in range(len(self.main["layout"]["boundaries"]) - 1)}
+        names |= {rank["optimizer"]["file"] for rank in self.ranks} - {""}
+        # torch writes a ZIP archive whose directory comes last.
+        bad = sorted(name for name in names if not zipfile.is_zipfile(self.directory / name))
+        if bad:
+            raise ModelError(
+                f"{self.directory} must hold a whole checkpoint, found {bad} missing or damaged; restore "
+                "them, or name an older checkpoint."
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were trained; 0 where no position was kept."""
+        return int((self.main["position"] or {}).get("step", 0))
 
     @property
     def num_layers(self) -> int:
@@ -146,7 +182,7 @@ class SavedCheckpoint:
             self._opened[name] = _open(self.directory / name)
         return self._opened[name]
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
         path = self.directory / name
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -155,10 +191,16 @@ class SavedCheckpoint:
                 f"a checkpoint must hold {name}, found {error}; name the folder of one checkpoint, as "
                 "written by engine.save_checkpoint()."
             ) from error
-        if content.get("schema_version") != SCHEMA_VERSION:
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if version != SCHEMA_VERSION:
             raise ModelError(
-                f"{path} must have schema_version {SCHEMA_VERSION}, found {content.get('schema_version')!r}; "
+                f"{path} must have schema_version {SCHEMA_VERSION}, found {version!r}; "
                 "read it with the dflop_ds that wrote it."
+            )
+        missing = [key for key in keys if key not in content]
+        if missing:
+            raise ModelError(
+                f"{path} must be complete, found it without {missing}; name an older checkpoint."
             )
         return dict(content)
 

@@ -153,6 +153,32 @@ class StepPlanner:
         """Plan made without the solver, for when it is late."""
         return self._plan(step, "blind" if self.policy == "blind" else "lpt")
 
+    def accepts(self, plan: StepPlan) -> bool:
+        """Whether a plan that an earlier launch made still fits the data and the settings.
+
+        It must hold the samples of its step, be averaged over as many terms, have at least as many
+        microbatches as configured, and keep the limits that are given as numbers.
+        """
+        batch = self.order.batch(plan.step)
+        found = [index for members in plan.bins for index in members]
+        if (
+            plan.num_replicas != self.num_replicas
+            or plan.num_terms != self._num_terms(batch)
+            or plan.num_microbatches < self._num_microbatches(len(batch.positions))
+            or sorted(found) != sorted(self.rows[batch.positions].tolist())
+        ):
+            return False
+        row_of = dict(zip(self.rows[batch.positions].tolist(), batch.positions.tolist(), strict=True))
+        limits = (
+            (self.table.llm_tokens, self.max_tokens),
+            (self.table.encoder_inputs, self.max_encoder_inputs),
+        )
+        return not any(
+            isinstance(limit, int) and sum(sizes[row_of[index]] for index in members) > limit
+            for sizes, limit in limits
+            for members in plan.bins
+        )
+
     def fewest_microbatches(self, num_steps: int) -> int:
         """Microbatches per replica that any ``num_steps`` consecutive steps have at least."""
         num_tail = self.order.num_samples % self.order.batch_size if self.order.tail == "partial" else 0

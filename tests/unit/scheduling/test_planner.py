@@ -314,3 +314,24 @@ def test_bins_are_ordered_by_the_costs_of_the_batch(seed: int) -> None:
     assert found_s <= 1.05 * best_s, found_s / best_s
     plain = dataclasses.replace(planner, reorder=False).plan(1).plan
     assert found_s <= makespan_s(tuple(itertools.chain.from_iterable(plain.bins)))
+
+
+def test_plans_of_an_earlier_launch_are_kept_where_they_still_hold() -> None:
+    table = _table([5, 6, 7, 8, 9, 10, 11, 12], targets=[1, 2, 3, 4, 0, 6, 7, 8])
+    planner = _planner(table, policy="lpt", max_tokens=40)
+    plan = planner.plan(0).plan
+    assert planner.accepts(plan)
+    other_targets = _table([5, 6, 7, 8, 9, 10, 11, 12], targets=[1, 2, 3, 4, 5, 6, 7, 8])
+    heaviest = max(sum(table.llm_tokens[index] for index in members) for members in plan.bins)
+    changes: list[dict[str, Any]] = [
+        {"reduction": "sample"},
+        {"table": other_targets},
+        {"num_replicas": planner.num_replicas + 1},
+        {"num_microbatches": 8, "micro_batch_size": 1},
+        {"max_tokens": int(heaviest) - 1},
+        {"order": dataclasses.replace(planner.order, seed=planner.order.seed + 1)},
+        {"rows": planner.rows + 1},
+    ]
+    for change in changes:
+        assert not dataclasses.replace(planner, **change).accepts(plan), change
+    assert dataclasses.replace(planner, max_tokens=int(heaviest)).accepts(plan)

@@ -1,0 +1,99 @@
+"""Checkpoint folders as crashes, full disks and people leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflop_ds.errors import ModelError
+from dflop_ds.runtime.checkpoint import find
+from dflop_ds.runtime.saved import SavedCheckpoint
+
+OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def write_checkpoint(directory: Path, step: int = 4) -> Path:
+    """Two layers, of which the second shares the first one's weights, on one rank under ZeRO-1."""
+    directory.mkdir(parents=True)
+    main: dict[str, Any] = {
+        "num_ranks": 1,
+        "layout": {"boundaries": [0, 2], "num_replicas": 1, "layer_kinds": ["token_embed", "head"]},
+        "position": {"step": step},
+        "plans": [],
+        "correction": None,
+    }
+    rank: dict[str, Any] = {
+        "stage": 0,
+        "layers": {"0": {"weight": "model.embed.weight"}},
+        "optimizer": {"file": OPTIMIZER, "parameters": {}},
+        "random": {},
+        "planning": None,
+        "num_measured_steps": 0,
+    }
+    for name, content in (("dflop.json", main), ("dflop-rank00000.json", rank)):
+        (directory / name).write_text(json.dumps({"schema_version": 1, **content}))
+    for name in ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", OPTIMIZER):
+        torch.save({"weight": torch.zeros(2)}, directory / name)
+    return directory
+
+
+def test_a_whole_checkpoint(tmp_path: Path) -> None:
+    saved = SavedCheckpoint(write_checkpoint(tmp_path / "global_step4"))
+    saved.require_files()
+    assert saved.num_steps == 4
+
+
+@pytest.mark.parametrize("name", ["layer_00-model_states.pt", "mp_rank_00_model_states.pt", OPTIMIZER])
+@pytest.mark.parametrize("num_bytes", [None, 0, 100])
+def test_missing_and_cut_off_files_are_named(tmp_path: Path, name: str, num_bytes: int | None) -> None:
+    path = write_checkpoint(tmp_path / "global_step4") / name
+    content = path.read_bytes()
+    path.unlink()
+    if num_bytes is not None:
+        path.write_bytes(content[:num_bytes])
+    with pytest.raises(ModelError, match=rf"found \['{name}'\] missing or damaged"):
+        SavedCheckpoint(path.parent).require_files()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "must hold dflop.json"),
+        ("[]", "must have schema_version 1, found None"),
+        ('{"schema_version": 9}', "found 9"),
+        ('{"schema_version": 1, "num_ranks": 1}', "found it without .*layout"),
+    ],
+)
+def test_damaged_main_files_are_named(tmp_path: Path, text: str, words: str) -> None:
+    directory = write_checkpoint(tmp_path / "global_step4")
+    (directory / "dflop.json").write_text(text)
+    with pytest.raises(ModelError, match=words):
+        SavedCheckpoint(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"..", b".", b"\xff\xfe", b"a/b", b"gone"])
+def test_a_pointer_to_nowhere_is_refused(tmp_path: Path, content: bytes) -> None:
+    write_checkpoint(tmp_path / "global_step4")
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(ModelError, match="must hold the checkpoint"):
+        find(tmp_path)
+
+
+def test_a_checkpoint_without_its_main_file_is_not_taken_for_one_of_deepspeed(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "global_step4")
+    (tmp_path / "latest").write_text("global_step4")
+    (directory / "dflop.json").unlink()
+    with pytest.raises(ModelError, match=r"must hold dflop\.json"):
+        find(tmp_path)
+
+
+def test_without_a_pointer_the_longest_trained_is_found(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+    for step in (10, 9, 2):
+        write_checkpoint(tmp_path / f"global_step{step}", step)
+    write_checkpoint(tmp_path / ".saving-global_step12", 12)
+    assert find(tmp_path) == tmp_path / "global_step10"
