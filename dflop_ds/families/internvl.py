@@ -9,6 +9,7 @@ patches into one LLM token.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -184,7 +185,8 @@ class InternVLRule(MediaRule):
         return filled[-1] if filled else equal[0]
 
 
-def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
+@functools.cache
+def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
     """Grids as (columns, rows), by number of tiles, then by columns."""
     grids = [
         (columns, rows)
@@ -192,7 +194,7 @@ def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
         for rows in range(1, max_tiles // columns + 1)
         if columns * rows >= min_tiles
     ]
-    return sorted(grids, key=lambda grid: grid[0] * grid[1])
+    return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
 
 
 def _image_settings(settings: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:

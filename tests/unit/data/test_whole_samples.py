@@ -43,9 +43,8 @@ def _num_placeholders(data: LlavaDataset, ids: torch.Tensor) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_limit_drops_whole_samples(open_data: Callable[[str], LlavaDataset], family: str) -> None:
     """Limits that end inside, right before and right behind the media of each sample."""
-    data = open_data(family)
+    data = open_data(family).without_media()
     samples = [data[index] for index in range(len(data))]
-    light = data.without_media()
     limits = {len(sample.input_ids) + shift for sample in samples[:3] for shift in (-1, 0)}
     for sample in samples[:3]:
         limits |= {sum(item.num_tokens for item in sample.media) // 2 + 1}
@@ -53,7 +52,7 @@ def test_every_limit_drops_whole_samples(open_data: Callable[[str], LlavaDataset
         fitting = [sample.index for sample in samples if len(sample.input_ids) <= limit]
         if not fitting:
             continue
-        found = probe(light, max_tokens=limit, oversized="drop")
+        found = probe(data, max_tokens=limit, oversized="drop")
         assert found.rows.tolist() == fitting
         assert {dropped.sample_id for dropped in found.dropped} == {
             sample.sample_id for sample in samples if sample.index not in fitting
