@@ -1,0 +1,108 @@
+"""What a Trainer must be like for its batches to be rearranged; checked before any collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
+from torch.utils.data import IterableDataset, SequentialSampler
+from transformers import Trainer
+
+from dflop_ds.errors import ConfigError
+
+_SYNC_OF_ZERO_STAGE = {0: "step", 1: "step", 2: "microbatch", 3: "phase"}
+
+
+def check_trainer(trainer: Trainer, loader: Any) -> None:
+    """Refuse what cannot work.
+
+    Raises
+    ------
+    ConfigError
+        Naming the option, the value found and the remedy.
+    """
+    args = trainer.args
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__len__"):
+        raise ConfigError(
+            "the training data must have a length and be indexed, found an iterable data set: samples "
+            "cannot be "
+            "exchanged within a global batch that is not known. Use a map-style data set, or remove the "
+            "callback."
+        )
+    if isinstance(loader, DataLoaderDispatcher):
+        raise ConfigError(
+            "every rank must load its own batches, found accelerator_config dispatch_batches=True. Remove it."
+        )
+    if not isinstance(loader, DataLoaderShard):
+        raise ConfigError(
+            f"the training loader must be prepared by accelerate, found {type(loader).__name__}. Use "
+            "the Trainer's "
+            "own get_train_dataloader."
+        )
+    refused = {
+        "args.n_gpu": (args.n_gpu, args.n_gpu <= 1, "Launch one process per GPU (torchrun or deepspeed)."),
+        "args.train_sampling_strategy": (
+            args.train_sampling_strategy,
+            args.train_sampling_strategy in ("random", "sequential"),
+            "Use 'random': the callback decides which samples share a microbatch.",
+        ),
+        "args.dataloader_in_order": (
+            args.dataloader_in_order,
+            args.dataloader_in_order,
+            "Leave it on: microbatches must arrive as they were planned.",
+        ),
+        "accelerator_config split_batches": (
+            args.accelerator_config.split_batches,
+            not args.accelerator_config.split_batches,
+            "Remove it; give the batch size per device.",
+        ),
+        "tensor, sequence or context parallel size": (
+            _inner_parallel_size(trainer),
+            _inner_parallel_size(trainer) == 1,
+            "Every rank must train on samples of its own; use data parallelism alone.",
+        ),
+        "args.average_tokens_across_devices": (
+            args.average_tokens_across_devices,
+            args.average_tokens_across_devices or args.world_size == 1 or not _counts_items(trainer),
+            "Leave it on: otherwise the gradient depends on which samples share a rank.",
+        ),
+    }
+    for name, (value, is_fine, remedy) in refused.items():
+        if not is_fine:
+            raise ConfigError(f"{name} does not work with DflopCallback as {value!r}. {remedy}")
+    check_sampler(loader.get_sampler())
+
+
+def check_sampler(sampler: Any) -> None:
+    """Refuse a sampler whose order is not known ahead of time, the same on every rank."""
+    if not isinstance(sampler, (SeedableRandomSampler, SequentialSampler)) and not hasattr(
+        sampler, "set_epoch"
+    ):
+        raise ConfigError(
+            "the training sampler must give an order that depends on its epoch alone, found "
+            f"{type(sampler).__name__} without set_epoch. Keep accelerator_config "
+            "use_seedable_sampler=True, or give "
+            "the sampler a set_epoch method."
+        )
+
+
+def sync_point(trainer: Trainer) -> str:
+    """Where ranks wait for each other, from the ZeRO stage; see ``scheduling.rank_step.SYNC_POINTS``."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    if plugin is not None:
+        return _SYNC_OF_ZERO_STAGE[int(plugin.zero_stage)]
+    return "phase" if trainer.is_fsdp_enabled else "step"
+
+
+def scales_loss(trainer: Trainer) -> bool:
+    """Whether losses must be weighted: the model is not told how many items the global batch has."""
+    return not _counts_items(trainer)
+
+
+def _counts_items(trainer: Trainer) -> bool:
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+
+def _inner_parallel_size(trainer: Trainer) -> int:
+    return int(trainer.get_tp_size() * trainer.get_sp_size() * trainer.get_cp_size())
