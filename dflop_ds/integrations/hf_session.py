@@ -96,7 +96,6 @@ class StepSession:
         self.sampler.set_epoch(epoch)
         self.sampler.num_skipped = num_skipped
         self._position = epoch * self.planner.layout.steps_per_epoch + num_skipped
-        self._previous = None
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -114,8 +113,9 @@ class StepSession:
             )
         report = self._exchange(planned, batches, device)
         self._calibrate(report)
-        needed = needed_flags(report.flags.astype(int).tolist())
-        batches = [self._media.complete(batch, flags) for batch, flags in zip(batches, needed, strict=True)]
+        if self.planner.layout.num_ranks > 1:
+            needed = needed_flags(report.flags.astype(int).tolist())
+            batches = [self._media.complete(batch, flags) for batch, flags in zip(batches, needed, strict=True)]
         self._factors = self._loss_factors(report) if self._scales else []
         self._previous = planned
         self._position += 1

@@ -1,0 +1,105 @@
+"""Zero-weight media: the loss does not change, the encoder gets gradients of zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.hf_data import PackedCollator, PaddedCollator, Sample, SyntheticSamples, build_model, tiny_llava
+
+from dflop_ds.errors import DataError
+from dflop_ds.integrations.hf_media import Dummy, DummyMedia, add_dummy, mask_labels, media_flags, needed_flags
+
+IMAGE, VIDEO = 1, 2
+
+
+@pytest.fixture(scope="module")
+def config():
+    return tiny_llava()
+
+
+@pytest.fixture(scope="module")
+def dataset(config):
+    samples = [Sample(9), Sample(14), Sample(10, ((56, 28),)), Sample(8, ((28, 28),) * 2)]
+    return SyntheticSamples(samples, config)
+
+
+def collated(dataset, collator, rows):
+    return collator()([{k: v for k, v in dataset[row].items() if k != "length"} for row in rows])
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    loss = model.train()(**batch, num_items_in_batch=10).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("collator", [PaddedCollator, PackedCollator])
+def test_loss_and_gradients_stay_and_every_parameter_takes_part(config, dataset, collator):
+    model = build_model(config)
+    media = DummyMedia(config, lambda row: collated(dataset, collator, [row]), [2, 3, 0, 1])
+    text = collated(dataset, collator, [0, 1])
+    completed = media.complete(text, IMAGE)
+    assert media_flags(text) == 0 and media_flags(completed) == IMAGE
+    plain_loss, plain = gradients(model, text)
+    plain = {name: None if grad is None else grad.clone() for name, grad in plain.items()}
+    loss, found = gradients(model, completed)
+    assert loss == pytest.approx(float(plain_loss), rel=1e-6)
+    skipped = [name for name, grad in plain.items() if grad is None]
+    assert any("vision_tower" in name for name in skipped)
+    for name, grad in found.items():
+        if name not in skipped:
+            torch.testing.assert_close(grad, plain[name], rtol=1e-5, atol=1e-7)
+        elif grad is not None:
+            assert float(grad.abs().max()) == 0.0
+    gradients(model, collated(dataset, collator, [2]))
+    reached = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert {name for name, grad in found.items() if grad is not None} == reached
+
+
+def test_a_batch_that_has_the_media_is_left_alone(config, dataset):
+    media = DummyMedia(config, lambda row: pytest.fail("no media are needed"), [0])
+    batch = collated(dataset, PaddedCollator, [0, 2])
+    assert media.complete(batch, IMAGE) is batch
+
+
+def test_media_that_are_nowhere_in_the_data_are_named(config, dataset):
+    media = DummyMedia(config, lambda row: collated(dataset, PaddedCollator, [row]), range(4))
+    with pytest.raises(DataError, match="pixel_values_videos"):
+        media.complete(collated(dataset, PaddedCollator, [0]), VIDEO)
+
+
+def test_model_without_a_placeholder_token_is_refused(dataset):
+    media = DummyMedia(object(), lambda row: collated(dataset, PaddedCollator, [row]), [2])
+    with pytest.raises(DataError, match="image_token_id"):
+        media.complete(collated(dataset, PaddedCollator, [0]), IMAGE)
+
+
+def test_offsets_of_variable_length_attention_get_a_segment(config, dataset):
+    media = DummyMedia(config, lambda row: collated(dataset, PackedCollator, [row]), [2])
+    batch = collated(dataset, PackedCollator, [0, 1])
+    batch |= {"cu_seq_lens_q": torch.tensor([0, 9, 23], dtype=torch.int32), "max_length_q": 14}
+    completed = media.complete(batch, IMAGE)
+    added = completed["input_ids"].shape[1] - 23
+    assert completed["cu_seq_lens_q"].tolist() == [0, 9, 23, 23 + added]
+    assert completed["max_length_q"] == max(14, added)
+    assert completed["position_ids"][0, 23:].tolist() == list(range(added))
+
+
+def test_dense_masks_are_refused(dataset):
+    batch = collated(dataset, PackedCollator, [0])
+    batch["mask"] = torch.zeros(1, batch["input_ids"].shape[1], 9)
+    with pytest.raises(DataError, match="position_ids"):
+        add_dummy(batch, Dummy({}, 3, 5))
+
+
+def test_needed_kinds_per_slot_and_of_the_whole_step_in_the_last():
+    assert needed_flags([[IMAGE, 0, 0], [0, VIDEO, 0]]) == [IMAGE, VIDEO, IMAGE | VIDEO]
+    assert needed_flags([[0, 0], [0, 0]]) == [0, 0]
+
+
+def test_masked_labels():
+    batch = {"input_ids": torch.ones(1, 3), "labels": torch.tensor([[1, -100, 2]])}
+    masked = mask_labels(batch)
+    assert masked["labels"].tolist() == [[-100] * 3]
+    assert batch["labels"].tolist() == [[1, -100, 2]]
