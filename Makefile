@@ -8,6 +8,7 @@ RUFF_CHECK := --line-length 110 --target-version py310 --select E,F,W,I,B,UP,SIM
 RUFF_FORMAT := --line-length 110 --target-version py310
 SOURCES := $(wildcard dflop_ds benchmarks tests)
 COMPAT := 0.19.3 newest
+TRANSFORMERS := 5.22 5.23 5.24
 
 export PATH := $(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.torch_extensions
@@ -15,7 +16,8 @@ export OMP_NUM_THREADS ?= 1
 export PIP_ROOT_USER_ACTION = ignore
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test lint format bench compat clean $(addprefix compat-,$(COMPAT))
+.PHONY: help install demo test lint format bench compat clean $(addprefix compat-,$(COMPAT)) \
+        compat-transformers $(addprefix compat-transformers-,$(TRANSFORMERS))
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +62,13 @@ $(addprefix compat-,$(COMPAT)): compat-%:
 	$$V/bin/dflop-ds doctor --prebuild; \
 	$$V/bin/python -m pytest tests/contract; \
 	$$V/bin/python -m pytest tests/dist -m compat || [ $$? -eq 5 ]
+
+compat-transformers: $(addprefix compat-transformers-,$(TRANSFORMERS)) ## tests of the Trainer callback with three releases
+
+$(addprefix compat-transformers-,$(TRANSFORMERS)): compat-transformers-%:
+	V=$(CURDIR)/.venv-compat-transformers-$*; set -e; test -x $$V/bin/python || $(PYTHON) -m venv $$V; \
+	$$V/bin/python -m pip install -U -c <(grep -v '^transformers==' .ci/constraints.txt) -e '.[test]' 'transformers==$*.*'; \
+	$$V/bin/python -m pytest tests/contract/test_hf_trainer_contract.py tests/unit/integrations
 
 comma := ,
 

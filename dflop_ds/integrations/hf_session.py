@@ -115,7 +115,9 @@ class StepSession:
         self._calibrate(report)
         if self.planner.layout.num_ranks > 1:
             needed = needed_flags(report.flags.astype(int).tolist())
-            batches = [self._media.complete(batch, flags) for batch, flags in zip(batches, needed, strict=True)]
+            batches = [
+                self._media.complete(batch, flags) for batch, flags in zip(batches, needed, strict=True)
+            ]
         self._factors = self._loss_factors(report) if self._scales else []
         self._previous = planned
         self._position += 1

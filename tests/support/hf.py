@@ -97,7 +97,9 @@ def plain_order(num_samples: int, epoch: int) -> list[int]:
     return torch.randperm(num_samples, generator=generator).tolist()
 
 
-def plain_training(dataset: SyntheticSamples, config: Any, batch_size: int, num_epochs: int = 1) -> torch.Tensor:
+def plain_training(
+    dataset: SyntheticSamples, config: Any, batch_size: int, num_epochs: int = 1
+) -> torch.Tensor:
     """Weights after SGD on the token mean of whole global batches, sample by sample in one process."""
     model = build_model(config).train()
     collate = PaddedCollator()

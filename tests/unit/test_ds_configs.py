@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop, validate_for_pipeline
 
@@ -17,7 +20,8 @@ RANKS = {
     "llava_onevision_qwen2.5_7b_32gpu.json": 32,
     "llava_onevision_llama3_8b_8gpu.json": 8,
 }
-FILES = sorted(FOLDER.glob("*.json"))
+TRAINER_FILES = sorted(FOLDER.glob("hf_*.json"))
+FILES = sorted(set(FOLDER.glob("*.json")) - set(TRAINER_FILES))
 
 
 def test_every_file_has_a_known_number_of_ranks():
@@ -43,3 +47,21 @@ def test_example_is_valid_and_documented(path):
         f"| {sizes.train_batch_size} = {replicas} x {sizes.num_microbatches} x {sizes.micro_batch_size} |"
         in row
     )
+
+
+@pytest.mark.parametrize("path", TRAINER_FILES, ids=lambda path: path.name)
+def test_trainer_files_are_filled_in_by_the_trainer_and_documented(path, tmp_path):
+    content = json.loads(path.read_text())
+    stage = content["zero_optimization"]["stage"]
+    assert path.name == f"hf_zero{stage}.json"
+    assert "dflop" not in content
+    hf_config = HfTrainerDeepSpeedConfig(str(path))
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=2, use_cpu=True
+    )
+    hf_config.trainer_config_process(arguments)
+    hidden = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
+    hf_config.trainer_config_finalize(arguments, hidden, 10)
+    assert "auto" not in json.dumps(hf_config.config)
+    assert hf_config.config["train_micro_batch_size_per_gpu"] == 3
+    assert f"| `{path.name}` | {stage} |" in (FOLDER / "README.md").read_text()

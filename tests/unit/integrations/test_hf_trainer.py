@@ -97,9 +97,7 @@ def test_global_batches_are_those_of_the_plain_order_and_epochs_reshuffle(
     dataset, config, tmp_path, profile, num_workers
 ):
     arguments = {"num_train_epochs": 2, "dataloader_num_workers": num_workers}
-    trainer = trainer_of(
-        dataset, config, tmp_path, {"profile": profile}, accumulation=3, arguments=arguments
-    )
+    trainer = trainer_of(dataset, config, tmp_path, {"profile": profile}, accumulation=3, arguments=arguments)
     seen = watch(trainer, dataset)
     trainer.train()
     orders = [plain_order(NUM_SAMPLES, epoch) for epoch in range(2)]
@@ -154,7 +152,9 @@ def test_resume_in_the_middle_of_an_epoch_continues_the_same_order(dataset, conf
     seen = watch(whole, dataset)
     whole.train()
     checkpoint = tmp_path / "run" / "checkpoint-8"  # step 3 of the second epoch of six
-    stored = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["DflopCallback"]
+    stored = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"][
+        "DflopCallback"
+    ]
     assert len(stored["attributes"]["progress"]["entries"]) == 1
     for restore in (False, True):
         again_case = {**case, "output_dir": str(tmp_path / f"again{restore}")}
@@ -183,7 +183,9 @@ def test_metrics_are_logged_beside_each_record(dataset, config, tmp_path, profil
         "fallbacks",
     }
     first = sum(len(dataset[i]["input_ids"]) for i in plain_order(NUM_SAMPLES, 0)[:4])
-    assert records[0]["dflop/useful_tokens_per_s"] * records[0]["dflop/measured_step_s"] == pytest.approx(first)
+    assert records[0]["dflop/useful_tokens_per_s"] * records[0]["dflop/measured_step_s"] == pytest.approx(
+        first
+    )
 
 
 def test_costs_are_measured_saved_and_reused(dataset, config, tmp_path, clock):
@@ -248,7 +250,8 @@ def test_length_column_works_although_the_trainer_removes_it(config, dataset, tm
     assert trainer.args.remove_unused_columns
     seen = []
     trainer.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["attention_mask"].sum(dim=1).tolist()), with_kwargs=True
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"].sum(dim=1).tolist()),
+        with_kwargs=True,
     )
     trainer.train()
     assert sorted(length for batch in seen for length in batch) == sorted(row["length"] for row in rows)
