@@ -12,9 +12,15 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.hf_data import PackedCollator, PaddedCollator, Sample, SyntheticSamples,
-build_model, tiny_llava from dflop_ds.integrations.hf_trainer import
-DflopCallback
+from benchmarks.hf_data import (
+    PackedCollator,
+    PaddedCollator,
+    Sample,
+    SyntheticSamples,
+    build_model,
+    tiny_llava,
+)
+from dflop_ds.integrations.hf_trainer import DflopCallback
 
 COLLATORS = {"padded": PaddedCollator, "packed": PackedCollator}
 SAMPLING = {"group_by_length": "group_by_length", "batch_rebalance": "batch_rebalance"}
@@ -39,7 +45,9 @@ class StepClock(TrainerCallback):
         self._last_s = now_s
 
 
-def run(spec: dict[str, Any], dataset: SyntheticSamples, collator: str, strategy: str, cost: str) -> list[float]:
+def run(
+    spec: dict[str, Any], dataset: SyntheticSamples, collator: str, strategy: str, cost: str
+) -> list[float]:
     """Train one epoch; `calibrate` measures costs into the file that `ours` then uses."""
     config = tiny_llava(**spec["model"])
     arguments = TrainingArguments(
@@ -78,7 +86,7 @@ def run(spec: dict[str, Any], dataset: SyntheticSamples, collator: str, strategy
 def main() -> None:
     """Run every strategy under both collators and write the step times of this rank."""
     spec = json.loads(Path(sys.argv[-1]).read_text())
-    samples = [Sample(text, tuple((height, width) for height, width in images)) for text, images in spec["samples"]]
+    samples = [Sample(text, tuple((high, wide) for high, wide in images)) for text, images in spec["samples"]]
     dataset = SyntheticSamples(samples, tiny_llava(**spec["model"]), spec["seed"])
     times: dict[str, dict[str, list[float]]] = {}
     for collator in COLLATORS:

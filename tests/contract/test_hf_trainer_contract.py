@@ -9,12 +9,12 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
-from benchmarks.hf_data import PaddedCollator, SyntheticSamples
-from tests.support.hf import SEED, build, make_samples, make_trainer, plain_order
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from benchmarks.hf_data import PaddedCollator, SyntheticSamples
 from dflop_ds.integrations.hf_compat import TRAINER_METHODS, count_items, find_trainer, replace_batch_sampler
+from tests.support.hf import SEED, build, make_samples, make_trainer, plain_order
 
 
 class Recorder(torch.utils.data.Sampler):

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlavaOnevisionForConditionalGeneration, Trainer, TrainingArguments
+
 from benchmarks.hf_data import (
     IGNORED,
     PackedCollator,
@@ -16,7 +18,6 @@ from benchmarks.hf_data import (
     mixed_samples,
     tiny_llava,
 )
-from transformers import LlavaOnevisionForConditionalGeneration, Trainer, TrainingArguments
 
 SEED = 11
 LR = 0.5
@@ -31,7 +32,7 @@ COLLATORS = {"padded": PaddedCollator, "packed": PackedCollator}
 
 
 class NoLossKwargs(LlavaOnevisionForConditionalGeneration):
-    """A model that is not told how many items the global batch has: its loss is a mean over the microbatch."""
+    """A model whose loss is a mean over the microbatch: it is not told how many items the batch has."""
 
     accepts_loss_kwargs = False
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.hf_data import PackedCollator, PaddedCollator, Sample, SyntheticSamples,
-build_model, tiny_llava
 
+from benchmarks.hf_data import (
+    PackedCollator,
+    PaddedCollator,
+    Sample,
+    SyntheticSamples,
+    build_model,
+    tiny_llava,
+)
 from dflop_ds.errors import DataError
-from dflop_ds.integrations.hf_media import Dummy, DummyMedia, add_dummy, mask_labels,
-media_flags, needed_flags
+from dflop_ds.integrations.hf_media import (
+    Dummy,
+    DummyMedia,
+    add_dummy,
+    mask_labels,
+    media_flags,
+    needed_flags,
+)
 
 IMAGE, VIDEO = 1, 2
 

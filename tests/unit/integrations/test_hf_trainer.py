@@ -8,13 +8,13 @@ import logging
 import datasets
 import pytest
 import torch
-from benchmarks.hf_data import IGNORED, SyntheticSamples
-from tests.support.hf import COST, build, make_samples, make_trainer, plain_order, plain_training
 from transformers import TrainerCallback
 
+from benchmarks.hf_data import IGNORED, SyntheticSamples
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.integrations import hf_calibration
 from dflop_ds.integrations.hf_trainer import DflopCallback
+from tests.support.hf import COST, build, make_samples, make_trainer, plain_order, plain_training
 
 NUM_SAMPLES = 21
 
