@@ -26,8 +26,9 @@ def shapes():
 def test_rebalanced_bins_are_what_each_rank_would_load(shapes):
     step = RankStep(shapes[:, 0], shapes[:, 1], 4, 2, True, "step")
     bins = hf_trainer.rebalanced_bins(step)
+    lengths = shapes[:, 0].astype(int).tolist()
     for rank in range(4):
-        sampler = BatchRebalanceSampler(shapes[:, 0].astype(int).tolist(), 128, 4, 2, shuffle=False, rank=rank)
+        sampler = BatchRebalanceSampler(lengths, 128, 4, 2, shuffle=False, rank=rank)
         assert [list(members) for members in bins[rank * 2 : rank * 2 + 2]] == list(sampler)
 
 
