@@ -19,6 +19,9 @@ RANKS = {
     "llava_onevision_qwen2.5_7b_8gpu.json": 8,
     "llava_onevision_qwen2.5_7b_32gpu.json": 32,
     "llava_onevision_llama3_8b_8gpu.json": 8,
+    "internvl3_8b_8gpu.json": 8,
+    "qwen2.5_vl_7b_8gpu.json": 8,
+    "qwen2_audio_7b_8gpu.json": 8,
 }
 TRAINER_FILES = sorted(FOLDER.glob("hf_*.json"))
 FILES = sorted(set(FOLDER.glob("*.json")) - set(TRAINER_FILES))
