@@ -185,3 +185,15 @@ def test_checkpointing_that_was_not_profiled_adds_a_forward(files, capsys) -> No
         busy_s.append([float(line.split()[2]) for line in lines[lines.index("") + 2 :][:2]])
     # 1 forward and 2 backward; then 1 forward and 2 + 1.
     assert busy_s[1] == pytest.approx([seconds * 4 / 3 for seconds in busy_s[0]], rel=0.01)
+
+
+def test_what_the_planner_writes_can_be_simulated(files, capsys) -> None:
+    best = files / "best.json"
+    given = ["--shapes", str(files / "shapes.npz"), "--profile", str(files / "profile.json")]
+    given += ["--hardware", "cpu"]
+    assert main(["plan", str(files / "plan.json"), "--gpus", "4", *given, "--out", str(best)]) == 0
+    chosen = json.loads(best.read_text())
+    capsys.readouterr()
+    assert main(["simulate", str(best), *given, "--steps", "1"]) == 0
+    stages = chosen["dflop"]["parallel"]["pipeline_stages"]
+    assert capsys.readouterr().out.startswith(f"PREDICTED steps: {stages} stages x {4 // stages} replicas")
