@@ -34,8 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from benchmarks import emulated_times, environment
 from benchmarks.demo import free_port
 from benchmarks.emulated_measure import (
-    BATCH_SIZE,
-    MICRO_BATCH_SIZE,
     WARMUP_STEPS,
     Layout,
     Measured,
@@ -73,6 +71,8 @@ def main() -> int:
     parser.add_argument(
         "--pass-s", type=float, default=0.035, help="mean forward of a stage of the first layout, seconds"
     )
+    parser.add_argument("--batch-size", type=int, default=64, help="samples of a step; default: 64")
+    parser.add_argument("--micro-batch-size", type=int, default=2, help="of a microbatch; default: 2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="6 steps")
     args = parser.parse_args()
@@ -80,15 +80,17 @@ def main() -> int:
         args.num_steps = 6
     if args.num_steps <= WARMUP_STEPS:
         parser.error(f"--num-steps must be more than the {WARMUP_STEPS} warm-up steps")
-    layouts = [Layout.parse(text) for text in args.layouts]
+    layouts = [Layout.parse(text, args.batch_size, args.micro_batch_size) for text in args.layouts]
     if len({layout.num_stages * layout.num_replicas for layout in layouts}) > 1:
         parser.error("--layouts must all have the same number of ranks")
+    if any(args.batch_size % (args.micro_batch_size * layout.num_replicas) for layout in layouts):
+        parser.error("--batch-size must be a multiple of --micro-batch-size x replicas")
     num_ranks = layouts[0].num_stages * layouts[0].num_replicas
     machine = environment.describe()
     print(f"EMULATED cluster of {num_ranks} ranks: the engine is real, its layers wait")
     print(f"{machine['cpu']}, {machine['num_cores']} cores, seed {args.seed}, {machine['versions']}")
-    table = emulated_times.mixed_shapes(BATCH_SIZE * args.num_steps, args.seed)
-    model = EmulatedModel.scaled(table, MICRO_BATCH_SIZE, layouts[0].num_stages, args.pass_s)
+    table = emulated_times.mixed_shapes(args.batch_size * args.num_steps, args.seed)
+    model = EmulatedModel.scaled(table, args.micro_batch_size, layouts[0].num_stages, args.pass_s)
     runs = []
     for layout in layouts:
         jobs = write_jobs(args, layout, model, table)
@@ -105,7 +107,8 @@ def main() -> int:
         "seed": args.seed,
         "num_steps": args.num_steps,
         "warmup_steps": WARMUP_STEPS,
-        "batch_size": BATCH_SIZE,
+        "batch_size": args.batch_size,
+        "micro_batch_size": args.micro_batch_size,
         "mean_forward_s": args.pass_s,
         "overheads": dataclasses.asdict(overheads),
         "runs": rows,
@@ -129,12 +132,12 @@ def write_jobs(args: argparse.Namespace, layout: Layout, model: EmulatedModel, t
     for path in out.glob("rank*.json"):
         path.unlink()
     table.save(out / "shapes.npz")
-    order = EpochOrder(len(table), BATCH_SIZE, args.seed)
+    order = EpochOrder(len(table), args.batch_size, args.seed)
     jobs = []
     for run in RUNS:
         config = {
-            "train_batch_size": BATCH_SIZE,
-            "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
+            "train_batch_size": args.batch_size,
+            "train_micro_batch_size_per_gpu": args.micro_batch_size,
             "steps_per_print": 1_000_000,
             "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
             "dflop": {
@@ -155,7 +158,7 @@ def write_jobs(args: argparse.Namespace, layout: Layout, model: EmulatedModel, t
 
 def blind_bins(order: EpochOrder, layout: Layout, num_steps: int) -> Bins:
     """What stock data-parallel DeepSpeed makes of the same global batches."""
-    problem = Problem(np.zeros((BATCH_SIZE, 1)), layout.num_replicas, layout.num_microbatches)
+    problem = Problem(np.zeros((order.batch_size, 1)), layout.num_replicas, layout.num_microbatches)
     bins = solve_blind(problem).bins
     steps = []
     for step in range(num_steps):
@@ -226,7 +229,10 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
 def report(content: dict[str, Any]) -> None:
     """Print the tables."""
     overheads = {name: f"{1e3 * value:.2f} ms" for name, value in content["overheads"].items()}
-    print(f"\nEMULATED step times, mean of {content['num_steps'] - WARMUP_STEPS} steps after the warm-up")
+    print(
+        f"\nEMULATED step times, mean of {content['num_steps'] - WARMUP_STEPS} steps after the warm-up; "
+        f"{content['batch_size']} samples a step, {content['micro_batch_size']} a microbatch"
+    )
     heads = f"{'measured s':>11}{'simulated s':>12}{'error':>8}{'ideal err.':>11}{'bubble':>8}{'sim.':>7}"
     print(f"{'':<38}{heads}")
     for each in content["runs"]:

@@ -20,33 +20,27 @@ WARMUP_STEPS = 3
 CALIBRATION = slice(1, WARMUP_STEPS)
 """Steps that overheads are taken from; the first one also opens connections."""
 
-BATCH_SIZE = 128
-MICRO_BATCH_SIZE = 4
 SPEED_RUNS = 50
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Pipeline stages x replicas."""
+    """Pipeline stages, replicas, and microbatches of one replica in a step."""
 
     num_stages: int
     num_replicas: int
+    num_microbatches: int
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
-        """From "4x2"."""
-        stages, replicas = text.split("x")
-        return cls(int(stages), int(replicas))
+    def parse(cls, text: str, batch_size: int, micro_batch_size: int) -> Layout:
+        """From "4x2", stages x replicas."""
+        stages, replicas = (int(number) for number in text.split("x"))
+        return cls(stages, replicas, batch_size // (micro_batch_size * replicas))
 
     @property
     def name(self) -> str:
         """Such as "4x2"."""
         return f"{self.num_stages}x{self.num_replicas}"
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches per step and replica."""
-        return BATCH_SIZE // (MICRO_BATCH_SIZE * self.num_replicas)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -28,4 +28,4 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert all(measured_s > least_s > 0 for measured_s, least_s in pairs)
     plans = read_plan_log(tmp_path / "2x1" / "plans.jsonl")
     assert audit(plans).problems == ()
-    assert sum(len(members) for members in plans[0].plan.bins) == emulated_cluster.BATCH_SIZE
+    assert sum(len(members) for members in plans[0].plan.bins) == 64

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks import emulated_measure, emulated_times
+from benchmarks import emulated_times
 from benchmarks.emulated_measure import Layout, Measured, Overheads, calibrate, simulate
 from benchmarks.emulated_times import EmulatedModel
 from dflop_ds.cost.features import MicrobatchFeatures
@@ -39,7 +39,6 @@ def test_calibration_finds_the_overheads_that_were_added() -> None:
 
 
 def test_layouts_share_the_global_batch() -> None:
-    layout = Layout.parse("2x4")
-    assert (layout.num_stages, layout.num_replicas, layout.name) == (2, 4, "2x4")
-    samples = layout.num_microbatches * layout.num_replicas * emulated_measure.MICRO_BATCH_SIZE
-    assert samples == emulated_measure.BATCH_SIZE
+    layout = Layout.parse("2x4", batch_size=64, micro_batch_size=2)
+    assert layout == Layout(num_stages=2, num_replicas=4, num_microbatches=8)
+    assert layout.name == "2x4"
