@@ -21,6 +21,7 @@ from dflop_ds.config import DflopConfig, load_ds_config, parse_dflop
 from dflop_ds.errors import ConfigError, DflopError
 from dflop_ds.runtime import distributed
 from dflop_ds.runtime.adapter import save_adapter
+from dflop_ds.runtime.export import export_engine
 from dflop_ds.runtime.initialize import initialize
 from dflop_ds.runtime.report import rewrite_lines, write_reports
 from dflop_ds.runtime.setup import Setup, prepare
@@ -66,6 +67,9 @@ def train(args: argparse.Namespace) -> None:
         write_reports(engine, config)
         if config.finetune.lora is not None:
             save_adapter(setup.model, Path(config.train.output_dir) / "adapter", config.model.path or "")
+        if config.train.export_dir is not None:
+            source, out = config.model.path or "", config.train.export_dir
+            export_engine(engine, source, out, config.train.export_dtype)
     finally:
         engine.destroy()
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dflop_ds.cli import config, demo_data, doctor, plan, profile, schedule, simulate
+from dflop_ds.cli import config, demo_data, doctor, export, plan, profile, schedule, simulate
 from dflop_ds.errors import DflopError
 
 #: Exit code of an error that is explained on stderr, as for a wrong command line.
@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="dflop-ds", description="Data-aware pipeline training of multimodal LLMs on DeepSpeed."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (config, demo_data, doctor, plan, profile, schedule, simulate):
+    for verb in (config, demo_data, doctor, export, plan, profile, schedule, simulate):
         verb.add_parser(verbs)
     return parser
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.overrides import TorchFunctionMode
 
 from dflop_ds.errors import ModelError
 from dflop_ds.models.layers import PipelineLayer
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -53,22 +57,44 @@ class Checkpoint:
         """Whether a directory holds weights in this format."""
         return any((Path(directory) / name).is_file() for name in (_INDEX, _SINGLE))
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor by its name in the ``transformers`` state dict.
+    def stored_name(self, name: str) -> str | None:
+        """Under which name the files hold a weight of the ``transformers`` state dict, if they do."""
+        return next((candidate for candidate in self._candidates(name) if candidate in self._files), None)
 
-        Raises
-        ------
-        ModelError
-            If no file holds it under this or its published name.
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights that there are, from the headers of the files."""
+        shapes = {}
+        for file, stored in self._by_file(names).items():
+            with safe_open(str(self.directory / file), framework="pt") as opened:
+                for name, stored_name in stored.items():
+                    shapes[name] = tuple(opened.get_slice(stored_name).get_shape())
+        return shapes
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights one after the other; every file that holds some of them is opened once.
+
+        Parameters
+        ----------
+        names : iterable of str
+            Names in the ``transformers`` state dict; one that is not there is left out.
         """
-        for candidate in self._candidates(name):
-            if candidate in self._files:
-                with safe_open(str(self.directory / self._files[candidate]), framework="pt") as file:
-                    return file.get_tensor(candidate)
-        raise ModelError(
-            f"{self.directory} must hold the weight {name}, found none of {list(self._candidates(name))}; "
-            "use a complete checkpoint of this model."
-        )
+        for file, stored in self._by_file(names).items():
+            with safe_open(str(self.directory / file), framework="pt") as opened:
+                for name, stored_name in stored.items():
+                    yield name, opened.get_tensor(stored_name)
+
+    def unexpected(self, names: Iterable[str]) -> list[str]:
+        """What the files hold beyond these weights."""
+        expected = {self.stored_name(name) for name in names}
+        return sorted(name for name in self._files if name not in expected)
+
+    def _by_file(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        by_file: dict[str, dict[str, str]] = {}
+        for name in names:
+            stored = self.stored_name(name)
+            if stored is not None:
+                by_file.setdefault(self._files[stored], {})[name] = stored
+        return by_file
 
     def _candidates(self, name: str) -> Iterator[str]:
         yield name
@@ -77,47 +103,114 @@ class Checkpoint:
                 yield published + name[len(current) :]
 
 
-def load_layer(layer: PipelineLayer, tensor: Callable[[str], torch.Tensor]) -> None:
-    """Copy the weights of one layer.
+def load_layers(layers: Iterable[PipelineLayer], source: Mapping[str, torch.Tensor] | Checkpoint) -> None:
+    """Copy the weights of every layer, one layer and one tensor at a time.
 
     Parameters
     ----------
-    layer : PipelineLayer
-    tensor : callable
-        Returns a tensor by its Hugging Face name.
+    layers : iterable of PipelineLayer
+    source : mapping of str to Tensor, or Checkpoint
+        State dict with the names of ``transformers``, or a directory.
 
     Raises
     ------
     ModelError
-        If a shape differs.
+        If weights are missing or have another shape, naming all of them; nothing is copied then.
     """
-    with torch.no_grad():
-        for local_name, parameter in layer.named_parameters():
-            name = layer.hf_name(local_name)
-            value = tensor(name)
-            if value.shape != parameter.shape:
-                raise ModelError(
-                    f"the weight {name} must have shape {tuple(parameter.shape)}, found "
-                    f"{tuple(value.shape)}; "
-                    "config.json and weights must belong to the same model."
-                )
-            parameter.copy_(value)
-
-
-def load_layers(layers: Iterable[PipelineLayer], source: Mapping[str, torch.Tensor] | Checkpoint) -> None:
-    """Load every layer from a state dict or a checkpoint directory.
-
-    Raises
-    ------
-    ModelError
-        If a weight is missing or has another shape.
-    """
-    tensor = source.tensor if isinstance(source, Checkpoint) else partial(_from_mapping, source)
+    layers = list(layers)
+    check_weights(layers, source)
     for layer in layers:
-        load_layer(layer, tensor)
+        parameters = named_weights(layer)
+        read = source.read(parameters) if isinstance(source, Checkpoint) else _chosen(source, parameters)
+        with torch.no_grad():
+            for name, value in read:
+                parameters[name].copy_(value)
 
 
-def _from_mapping(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    if name not in state:
-        raise ModelError(f"the state dict must hold the weight {name}, found none; use a complete one.")
-    return state[name]
+def check_weights(
+    layers: Iterable[PipelineLayer],
+    source: Mapping[str, torch.Tensor] | Checkpoint,
+    also_known: Iterable[str] = (),
+) -> None:
+    """Make sure that a source has every weight in its shape, and name what nobody asks for.
+
+    Parameters
+    ----------
+    layers : iterable of PipelineLayer
+        May be on the meta device.
+    source : mapping of str to Tensor, or Checkpoint
+        Only the headers of its files are read.
+    also_known : iterable of str
+        Weights of the model beyond those of the layers. Without any, unexpected weights are not looked for.
+
+    Raises
+    ------
+    ModelError
+        Naming all weights that are missing or of another shape, and the unexpected ones beside them.
+    """
+    wanted = {name: tuple(p.shape) for layer in layers for name, p in named_weights(layer).items()}
+    if isinstance(source, Checkpoint):
+        found, where = source.shapes(wanted), str(source.directory)
+    else:
+        found = {name: tuple(source[name].shape) for name in wanted if name in source}
+        where = "the state dict"
+    missing = [f"{name} (missing)" for name in wanted if name not in found]
+    other = [
+        f"{name} (shape {found[name]} instead of {shape})"
+        for name, shape in wanted.items()
+        if found.get(name, shape) != shape
+    ]
+    also_known = set(also_known)
+    unexpected = (
+        source.unexpected({*wanted, *also_known}) if also_known and isinstance(source, Checkpoint) else []
+    )
+    if missing or other:
+        extra = [f"{name} (unexpected)" for name in unexpected]
+        raise ModelError(
+            f"{where} must hold every weight of the model in its shape, found: "
+            + "; ".join([*missing, *other, *extra])
+            + ". config.json and weights must belong to the same model; use a complete checkpoint of it."
+        )
+    if unexpected:
+        logger.warning("%s holds weights that the model has no place for: %s", where, ", ".join(unexpected))
+
+
+def named_weights(layer: PipelineLayer) -> dict[str, torch.nn.Parameter]:
+    """Parameters of a layer by their names in the ``transformers`` state dict."""
+    return {layer.hf_name(local): parameter for local, parameter in layer.named_parameters()}
+
+
+def uninitialised() -> TorchFunctionMode:
+    """Context in which layers are built without random numbers, as weights will be loaded into them."""
+    return _WithoutRandomNumbers()
+
+
+_RANDOM_INIT = (
+    "uniform_",
+    "normal_",
+    "trunc_normal_",
+    "xavier_uniform_",
+    "xavier_normal_",
+    "kaiming_uniform_",
+    "kaiming_normal_",
+)
+
+
+class _WithoutRandomNumbers(TorchFunctionMode):
+    _skipped = frozenset(
+        {
+            torch.Tensor.normal_,
+            torch.Tensor.uniform_,
+            *(getattr(torch.nn.init, name) for name in _RANDOM_INIT),
+        }
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._skipped:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def _chosen(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, state[name]) for name in names)

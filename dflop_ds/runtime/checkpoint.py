@@ -214,16 +214,18 @@ def _of_run(engine: Any) -> dict[str, Any]:
     """What is the same on every rank."""
     feed = engine.feed
     position = None if feed is None else SamplerPosition.of(engine.data_plan.planner, feed.step)
-    model = None if engine.data_plan is None else engine.data_plan.config.model.path
+    model = None if engine.data_plan is None else engine.data_plan.config.model
     return {
         "schema_version": SCHEMA_VERSION,
         "dflop_ds": dflop_ds.__version__,
         "num_ranks": engine.world_size,
-        "model": model and str(Path(model).resolve()),
+        "model": model and model.path and str(Path(model.path).resolve()),
+        "family_module": model and model.family_module,
         "layout": {
             "boundaries": [int(bound) for bound in engine.module.parts],
             "num_replicas": engine.dp_world_size,
             "layer_kinds": engine.module.layer_kinds,
+            "tied_keys": [plan.tied_key for plan in engine.module.plans],
         },
         "position": position and dataclasses.asdict(position),
         "plans": [] if feed is None else [plan.encode().tolist() for plan in feed.plans],

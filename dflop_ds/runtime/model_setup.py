@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
@@ -12,8 +12,10 @@ from dflop_ds.config import DflopConfig
 from dflop_ds.errors import ConfigError
 from dflop_ds.families import family_of, import_families
 from dflop_ds.models.attention import resolve_backend
+from dflop_ds.models.export import whole_model_shapes
 from dflop_ds.models.layers import LayerPlan
-from dflop_ds.models.weights import Checkpoint, load_layers
+from dflop_ds.models.selection import build_without_memory
+from dflop_ds.models.weights import Checkpoint, check_weights, load_layers, uninitialised
 from dflop_ds.runtime import costs, distributed
 from dflop_ds.runtime.finetune import checkpoint_function
 from dflop_ds.runtime.module import DflopPipelineModule
@@ -55,19 +57,32 @@ def build_module(
     """Build the local stage and load its weights."""
     split = config.parallel.split
     checkpointed = config.parallel.activation_checkpointing
-    model = DflopPipelineModule(
-        plans,
-        num_stages=num_stages,
-        boundaries=boundaries,
-        partition_method=split if split in ("parameters", "uniform") else "parameters",
-        activation_checkpoint_interval=1 if checkpointed else 0,
-        activation_checkpoint_func=checkpoint_function(reentrant),
-    )
-    directory = Path(config.model.path or "")
-    pretrained = config.model.weights == "pretrained" or (
-        config.model.weights == "auto" and Checkpoint.exists(directory)
-    )
-    if pretrained:
-        names = family_of(model_content(model_config)).published_names
-        distributed.together(lambda: load_layers(model.local_layers(), Checkpoint(directory, names)))
+    source = None
+    if _is_pretrained(config):
+        source = distributed.together(lambda: _checked_weights(config, model_config, plans))
+    with contextlib.nullcontext() if source is None else uninitialised():
+        model = DflopPipelineModule(
+            plans,
+            num_stages=num_stages,
+            boundaries=boundaries,
+            partition_method=split if split in ("parameters", "uniform") else "parameters",
+            activation_checkpoint_interval=1 if checkpointed else 0,
+            activation_checkpoint_func=checkpoint_function(reentrant),
+        )
+    if source is not None:
+        distributed.together(lambda: load_layers(model.local_layers(), source))
     return model
+
+
+def _is_pretrained(config: DflopConfig) -> bool:
+    if config.model.weights == "auto":
+        return Checkpoint.exists(config.model.path or "")
+    return config.model.weights == "pretrained"
+
+
+def _checked_weights(config: DflopConfig, model_config: Any, plans: list[LayerPlan]) -> Checkpoint:
+    """Open the weights; every rank looks at the headers of all of them, so that all name the same faults."""
+    names = family_of(model_content(model_config)).published_names
+    source = Checkpoint(config.model.path or "", names)
+    check_weights(build_without_memory(plans), source, also_known=whole_model_shapes(model_config))
+    return source

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import json
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,7 @@ class SavedCheckpoint:
         ranks = range(int(self.main["num_ranks"]))
         self.ranks = [self._json(RANK_FILES.format(rank), _RANK_KEYS) for rank in ranks]
         self._opened: dict[str, Any] = {}
+        self._layer: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._pieces: dict[str, list[tuple[str, list[int]]]] = {}
         for name, by_stage in self._pieces_by_stage().items():
             self._pieces[name] = by_stage[min(by_stage)]
@@ -85,8 +85,7 @@ class SavedCheckpoint:
         ModelError
             Naming every file that is missing or damaged.
         """
-        num_layers = self.num_layers
-        names = {f"layer_{n:02d}-model_states.pt" for n in range(num_layers) if self.layer_names(n)}
+        names = {f"layer_{layer:02d}-model_states.pt" for layer, _ in self.weights().values()}
         names |= {_STAGE_FILES.format(stage) for stage in range(len(self.main["layout"]["boundaries"]) - 1)}
         names |= {rank["optimizer"]["file"] for rank in self.ranks} - {""}
         # torch writes a ZIP archive whose directory comes last.
@@ -102,39 +101,37 @@ class SavedCheckpoint:
         """Steps that were trained; 0 where no position was kept."""
         return int((self.main["position"] or {}).get("step", 0))
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the whole model."""
-        return int(self.main["layout"]["boundaries"][-1])
+    def weights(self) -> dict[str, tuple[int, str]]:
+        """Layer and local name of every weight, by its name in the ``transformers`` state dict."""
+        by_layer = {int(layer): names for rank in self.ranks for layer, names in rank["layers"].items()}
+        return {
+            name: (layer, local) for layer, names in sorted(by_layer.items()) for local, name in names.items()
+        }
 
-    def layer_names(self, layer: int) -> dict[str, str]:
-        """Hugging Face name of each weight of a layer by its local name; empty if it shares another's."""
-        for rank in self.ranks:
-            if str(layer) in rank["layers"]:
-                return dict(rank["layers"][str(layer)])
-        return {}
-
-    def layer_weights(self, layer: int) -> dict[str, torch.Tensor]:
-        """Weights of a layer by local name, as they were trained; empty if it shares another's.
+    def weight(self, layer: int, local_name: str) -> torch.Tensor:
+        """One weight as it was trained.
 
         Raises
         ------
         ModelError
-            If the file of the layer is gone.
+            If its file is gone, or does not hold it.
         """
-        if not self.layer_names(layer):
-            return {}
-        found = sorted(self.directory.glob(f"layer_{layer:02d}-*model_states.pt"))
-        if not found:
+        if layer != self._layer[0]:
+            found = sorted(self.directory.glob(f"layer_{layer:02d}-*model_states.pt"))
+            self._layer = (layer, dict(_open(found[0])) if found else {})
+        if local_name not in self._layer[1]:
             raise ModelError(
-                f"{self.directory} must hold the weights of layer {layer}, found no file; use a complete "
-                "checkpoint."
+                f"{self.directory} must hold the weight {local_name} of layer {layer}, found none; use a "
+                "complete checkpoint."
             )
-        return dict(_open(found[0]))
+        return self._layer[1][local_name]
 
-    def names(self) -> Iterator[str]:
-        """Parameters that have optimizer state."""
-        return iter(self._pieces)
+    def master(self, layer: int, local_name: str) -> torch.Tensor | None:
+        """fp32 master copy of a weight, shape (numel,); None where there is none."""
+        tied_key = self.main["layout"]["tied_keys"][layer]
+        owner = str(layer) if tied_key is None else f"tied_modules.{tied_key}"
+        found = self.parameter(f"{owner}.{local_name}")
+        return None if found is None else found.master
 
     def parameter(self, name: str) -> SavedParameter | None:
         """State of a parameter by its name in the pipeline module; None if it was not trained."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
     LlavaOnevisionConfig,
@@ -17,8 +19,10 @@ from transformers import (
 
 from dflop_ds.errors import ModelError
 from dflop_ds.families.llava_onevision import FAMILY
+from dflop_ds.models import weights
+from dflop_ds.models.export import whole_model_shapes
 from dflop_ds.models.llava_onevision import pipeline_layers
-from dflop_ds.models.weights import Checkpoint, load_layers
+from dflop_ds.models.weights import Checkpoint, check_weights, load_layers, uninitialised
 
 # The names of llava-hf/llava-onevision-qwen2-*-ov-hf, longest prefix first.
 PUBLISHED = {
@@ -137,19 +141,88 @@ def test_other_precision_is_converted(tmp_path: Path, config, state) -> None:
 
 
 @pytest.mark.parametrize("naming", ["current", "published"])
-def test_a_missing_weight_is_named(naming: str, tmp_path: Path, config, state) -> None:
-    name = "model.language_model.layers.1.mlp.up_proj.weight"
-    rest = {key: value for key, value in state.items() if key != name}
-    save_file(_renamed(rest, NAMINGS[naming]), str(tmp_path / "model.safetensors"))
-    with pytest.raises(ModelError, match=rf"must hold the weight {name}.*language_model\.model\.layers\.1"):
-        load_layers(_built(config), Checkpoint(tmp_path, FAMILY.published_names))
+def test_everything_that_does_not_fit_is_named_at_once(naming: str, tmp_path: Path, config, state) -> None:
+    missing = ["model.language_model.layers.1.mlp.up_proj.weight", "model.image_newline"]
+    other = "model.multi_modal_projector.linear_1.weight"
+    content = {key: value for key, value in state.items() if key not in missing}
+    content[other] = torch.zeros(8, 9)
+    content["model.vision_tower.encoder.layers.7.mlp.fc1.bias"] = torch.zeros(3)
+    save_file(_renamed(content, NAMINGS[naming]), str(tmp_path / "model.safetensors"))
+    layers = _built(config)
+    before = [parameter.clone() for layer in layers for parameter in layer.parameters()]
+    source = Checkpoint(tmp_path, FAMILY.published_names)
+    with pytest.raises(ModelError) as raised:
+        check_weights(layers, source, also_known=whole_model_shapes(config))
+    for name in missing:
+        assert f"{name} (missing)" in str(raised.value)
+    assert f"{other} (shape (8, 9) instead of (8, 8))" in str(raised.value)
+    assert "encoder.layers.7.mlp.fc1.bias (unexpected)" in str(raised.value)
+    assert str(raised.value).count("(missing)") == 2
+    assert str(raised.value).count("(unexpected)") == 1
+    with pytest.raises(ModelError, match=r"image_newline \(missing\)"):
+        load_layers(layers, source)
+    with pytest.raises(ModelError, match=r"image_newline \(missing\)"):
+        load_layers(layers, content)
+    after = [parameter for layer in layers for parameter in layer.parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_another_shape_is_named(tmp_path: Path, config, state) -> None:
-    name = "model.multi_modal_projector.linear_1.weight"
-    save_file({**state, name: torch.zeros(8, 9)}, str(tmp_path / "model.safetensors"))
-    with pytest.raises(ModelError, match=rf"{name} must have shape \(8, 8\), found \(8, 9\)"):
-        load_layers(_built(config), Checkpoint(tmp_path, FAMILY.published_names))
+def test_unexpected_weights_alone_are_a_warning(tmp_path: Path, config, state, caplog) -> None:
+    save_file({**state, "stray.weight": torch.zeros(2)}, str(tmp_path / "model.safetensors"))
+    check_weights(_built(config), Checkpoint(tmp_path), also_known=whole_model_shapes(config))
+    assert "no place for: stray.weight" in caplog.text
+    # Blocks that the projector does not read are weights of the model all the same.
+    assert caplog.text.count("layers") == 0
+
+
+def test_layers_can_be_built_without_random_numbers(config, state) -> None:
+    with uninitialised():
+        rng = torch.get_rng_state()
+        layers = _built(config)
+        assert torch.equal(rng, torch.get_rng_state())
+    load_layers(layers, state)
+    _assert_loaded(layers, state)
+    assert torch.equal(layers[0].embeddings.position_ids, torch.arange(4)[None])
+
+
+def test_one_tensor_at_a_time_and_one_open_file(tmp_path: Path, config, state, monkeypatch) -> None:
+    names = sorted(state)
+    shards = {f"model-0000{k}-of-00003.safetensors": names[k::3] for k in range(3)}
+    for file, members in shards.items():
+        save_file({name: state[name] for name in members}, str(tmp_path / file))
+    index = {"weight_map": {name: file for file, members in shards.items() for name in members}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened, most_open, alive, most_alive = [], [0], weakref.WeakSet(), [0]
+
+    class Counting:
+        def __init__(self, path: str, framework: str) -> None:
+            self.file = safe_open(path, framework=framework)
+
+        def __enter__(self):
+            opened.append(self)
+            most_open[0] = max(most_open[0], len(opened))
+            self.inner = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            opened.remove(self)
+            self.file.__exit__(*error)
+
+        def get_slice(self, name: str):
+            return self.inner.get_slice(name)
+
+        def get_tensor(self, name: str):
+            value = self.inner.get_tensor(name)
+            most_alive[0] = max(most_alive[0], 1 + len(alive))
+            alive.add(value)
+            return value
+
+    monkeypatch.setattr(weights, "safe_open", Counting)
+    layers = _built(config)
+    load_layers(layers, Checkpoint(tmp_path))
+    _assert_loaded(layers, state)
+    assert most_open == [1]
+    assert most_alive[0] <= 2  # the one that is read while the last one is still named
 
 
 def test_a_directory_without_weights(tmp_path: Path) -> None:
