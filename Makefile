@@ -52,6 +52,7 @@ bench: ## run the benchmarks, about twenty minutes; results in runs/bench
 	$(PY) -m benchmarks.parity --json runs/bench/parity.json
 	$(PY) benchmarks/emulated_cluster.py --json runs/bench/emulated_cluster.json
 	$(PY) benchmarks/hf_trainer.py --json runs/bench/hf_trainer.json
+	$(PY) benchmarks/weights_io.py --json runs/bench/weights_io.json
 
 compat: $(addprefix compat-,$(COMPAT)) ## contract tests with the oldest and the newest supported DeepSpeed
 

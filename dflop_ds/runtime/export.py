@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from transformers import AutoConfig
 
-from dflop_ds.errors import ConfigError
+from dflop_ds.errors import ConfigError, ModelError
 from dflop_ds.families import family_of, import_families
 from dflop_ds.models.export import MAX_SHARD_BYTES, HuggingFaceWriter, Shapes
 from dflop_ds.models.weights import named_weights
@@ -46,6 +46,7 @@ def export_engine(engine: Any, source: str | Path, out: str | Path, dtype: str =
         If there are weights that the ``transformers`` model does not have.
     """
     source, out, module = Path(source), Path(out), engine.module
+    distributed.together(lambda: _refuse_adapters(module))
     first = dist.get_rank() == 0
     own = {name: p for layer in module.local_layers() for name, p in named_weights(layer).items()}
     masters = dtype == "fp32" and engine.optimizer is not None and compat.keeps_partitions(engine.optimizer)
@@ -128,6 +129,14 @@ def export_checkpoint(
     writer.write_stage(0, weight)
     _finish(writer, out)
     return out
+
+
+def _refuse_adapters(module: Any) -> None:
+    finetuning = getattr(module, "finetuning", None)
+    if finetuning is not None and finetuning.adapters is not None:
+        raise ModelError(
+            "a model is exported as a whole, found adapters; use save_adapter(), and merge them with peft."
+        )
 
 
 def _shapes_by_stage(module: Any) -> list[Shapes]:

@@ -102,6 +102,13 @@ class DflopPipelineModule(PipelineModule):
         )
         compat.count_in_gradient_norm(self)
 
+    def forward(self, forward_input: Any) -> Any:
+        """Run the local layers; what leaves the stage is contiguous, as sending needs it."""
+        outputs = super().forward(forward_input)
+        if not isinstance(outputs, tuple):
+            return outputs
+        return tuple(tensor.contiguous() for tensor in outputs)
+
     @property
     def layer_kinds(self) -> list[str]:
         """Kind of every layer of the whole model, in order."""
