@@ -68,7 +68,7 @@ def save(
     unfinished = folder / f"{_UNFINISHED}{tag}"
     result = write(str(folder), tag=unfinished.name, save_latest=False, **options)
     distributed.together(lambda: _write_own_files(engine, unfinished, keeper))
-    distributed.together(lambda: _publish(folder, tag, save_latest) if keeper else None)
+    distributed.together(lambda: publish(folder, tag, save_latest) if keeper else None)
     return result
 
 
@@ -191,8 +191,17 @@ def _write_own_files(engine: Any, directory: Path, keeper: bool) -> None:
         _write_json(directory / MAIN_FILE, _of_run(engine))
 
 
-def _publish(folder: Path, tag: str, save_latest: bool) -> None:
-    """Give a complete checkpoint its name, and then name it in ``latest``."""
+def publish(folder: Path, tag: str, save_latest: bool) -> None:
+    """Give a complete checkpoint its name, and then name it in ``latest``.
+
+    Parameters
+    ----------
+    folder : Path
+        Holds ``.saving-<tag>``, which all ranks have written.
+    tag : str
+        A checkpoint of this name is replaced.
+    save_latest : bool
+    """
     unfinished, final, replaced = (folder / f"{prefix}{tag}" for prefix in (_UNFINISHED, "", _REPLACED))
     for path in [*unfinished.iterdir(), unfinished]:
         _flush(path)
