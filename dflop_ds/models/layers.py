@@ -132,8 +132,16 @@ def seeded_init(module: nn.Module, seed: int, std: float) -> None:
             if last in constants:
                 parameter.fill_(constants[last])
             elif parameter.dim() >= 2 or last in normal:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+                _draw(parameter, std, generator)
             elif last == "bias":
                 parameter.zero_()
             else:
                 parameter.fill_(1.0)
+
+
+def _draw(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    """Fill with the same numbers on every device."""
+    if parameter.device.type == "cpu" and parameter.dtype == torch.float32:
+        parameter.normal_(0.0, std, generator=generator)
+    else:
+        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

@@ -104,7 +104,10 @@ class Checkpoint:
 
 
 def load_layers(layers: Iterable[PipelineLayer], source: Mapping[str, torch.Tensor] | Checkpoint) -> None:
-    """Copy the weights of every layer, one layer and one tensor at a time.
+    """Fill the weights of every layer, one layer and one tensor at a time.
+
+    Weights of a directory in the precision of the layer are not copied: they stay in the file, of which the
+    operating system loads what is used, until they are moved to a device, converted or trained.
 
     Parameters
     ----------
@@ -119,12 +122,17 @@ def load_layers(layers: Iterable[PipelineLayer], source: Mapping[str, torch.Tens
     """
     layers = list(layers)
     check_weights(layers, source)
+    in_files = isinstance(source, Checkpoint)
     for layer in layers:
         parameters = named_weights(layer)
         read = source.read(parameters) if isinstance(source, Checkpoint) else _chosen(source, parameters)
         with torch.no_grad():
             for name, value in read:
-                parameters[name].copy_(value)
+                parameter = parameters[name]
+                if in_files and (value.dtype, value.device) == (parameter.dtype, parameter.device):
+                    parameter.data = value
+                else:
+                    parameter.copy_(value)
 
 
 def check_weights(
