@@ -94,7 +94,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: str | None, m
 
 
 def test_a_rank_file_that_is_missing_is_named(tmp_path: Path, capsys) -> None:
-    (tmp_path / "dflop.json").write_text(json.dumps({"schema_version": 1, "num_ranks": 1}))
+    content = dict.fromkeys(("layout", "position", "plans", "correction", "model", "family_module"))
+    content |= {"schema_version": 1, "num_ranks": 1}
+    (tmp_path / "dflop.json").write_text(json.dumps(content))
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "must hold dflop-rank00000.json" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
