@@ -129,7 +129,10 @@ class LlavaDataset(Dataset[LoadedSample]):
         except DataError:
             return self._records.fallback_id(index)
         given = record.get("id") if isinstance(record, dict) else None
-        return self._records.fallback_id(index) if given is None else str(given)
+        if given is None:
+            return self._records.fallback_id(index)
+        # Ids are written to logs and checkpoints, which hold no lone surrogates.
+        return str(given).encode("utf-8", "backslashreplace").decode("utf-8")
 
     def shape(self, index: int) -> SampleShape:
         """Shape of a sample from media headers and its text, without decoding media.

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 MIXTURE_KEY = "datasets"
 """Key of a mixture file that lists its sources."""
 
+MAX_WEIGHT = 10_000.0
+"""Repeats are held in memory one by one."""
+
 _MEDIA_KEYS = ("image", "video", "audio")
 _RULE = re.compile(r"(?P<draw>first|random):(?P<number>\d+(\.\d+)?)(?P<percent>%?)")
 
@@ -39,6 +42,7 @@ class MixtureSource(Block):
     weight: float = Field(
         default=1.0,
         gt=0,
+        le=MAX_WEIGHT,
         description="How often a sampled record occurs in an epoch: 2 is twice, 0.5 is every second "
         "record, drawn by the seed.",
     )
@@ -185,7 +189,7 @@ def load_mixture_file(path: Path) -> Any:
 
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} must be valid YAML, found {error}; correct it.") from error
 
 
@@ -198,7 +202,8 @@ def read_sources(path: Path, content: Any) -> list[MixtureSource]:
     """
     entries = content.get(MIXTURE_KEY) if isinstance(content, Mapping) else None
     if not isinstance(entries, list) or not entries or len(content) != 1:
-        found = json.dumps(list(content)) if isinstance(content, Mapping) else type(content).__name__
+        is_mapping = isinstance(content, Mapping)
+        found = json.dumps([str(key) for key in content]) if is_mapping else type(content).__name__
         raise DataError(
             f'{path} must hold one key "{MIXTURE_KEY}" with a list of at least one source, found {found}; '
             'write {"datasets": [{"json_path": FILE, "sampling_strategy": "all"}]}.'

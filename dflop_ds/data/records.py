@@ -49,7 +49,7 @@ def open_records(path: str | Path, seed: int = 0) -> Records:
         If the file is missing, of another kind, or neither a JSON list nor a mixture.
     """
     path = Path(path)
-    if path.is_dir() or path.suffix == ".parquet":
+    if os.path.isdir(path) or path.suffix == ".parquet":
         return HubRecords.open(path)
     if path.suffix in _MIXTURE_SUFFIXES:
         _check_exists(path)
@@ -80,8 +80,13 @@ def _open_file(path: Path, may_be_mixture: bool = False) -> Any:
 
 
 def _check_exists(path: Path) -> None:
-    if not path.is_file():
-        raise DataError(f"the records file {path} must exist, found no such file; correct the path.")
+    try:
+        if path.is_file() and os.access(path, os.R_OK):
+            return
+        found = "one that may not be read" if path.exists() else "no such file"
+    except OSError as error:  # e.g. a name that is too long
+        found = str(error)
+    raise DataError(f"the records file {path} must exist, found {found}; correct the path.")
 
 
 def _file_fingerprint(path: Path) -> list[Any]:

@@ -70,7 +70,7 @@ def _restore_whole(engine: Any, saved: SavedCheckpoint) -> list[str]:
                 for key, value in found.state.items()
             }
             options = found.options if options is None else options
-        group.update(copy.deepcopy(options or {}))
+        _take_options(engine, group, options or {})
     return unknown
 
 
@@ -93,8 +93,24 @@ def _restore_partitions(engine: Any, saved: SavedCheckpoint) -> list[str]:
         _fill_state(base.state[flats[group]], flats[group], found, parameter, own, place)
         known_options.setdefault(group, found.options)
     for group, options in known_options.items():
-        base.param_groups[group].update(copy.deepcopy(options))
+        _take_options(engine, base.param_groups[group], options)
     return unknown
+
+
+def _take_options(engine: Any, group: dict[str, Any], options: dict[str, Any]) -> None:
+    """Go on with the options of the checkpoint, as optimizers of torch do; a schedule sets the rate anew."""
+    watched = ("weight_decay",) if engine.lr_scheduler is not None else ("lr", "weight_decay")
+    changed = [
+        f"{key} {options[key]!r} instead of {group[key]!r}"
+        for key in watched
+        if key in options and key in group and options[key] != group[key]
+    ]
+    if changed:
+        logger.warning(
+            "the optimizer goes on with the checkpoint's %s; to change it, load the weights alone",
+            ", ".join(changed),
+        )
+    group.update(copy.deepcopy(options))
 
 
 def _fill_state(

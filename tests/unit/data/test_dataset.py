@@ -147,6 +147,13 @@ def test_json_and_json_lines_are_alike(demo_set: LlavaDataset, tiny_demo: DemoPa
         assert as_list.record(index) == as_lines.record(index)
 
 
+def test_an_id_that_is_no_unicode_can_still_be_written(tiny_demo: DemoPaths, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    record = {"id": "\ud800x", "conversations": turns}
+    data = _open(tiny_demo, tmp_path / "r.jsonl", json.dumps(record))
+    assert data.sample_id(0) == data[0].sample_id == "\\ud800x"
+
+
 def test_worker_processes_load_the_same(demo_set: LlavaDataset) -> None:
     light = demo_set.without_media()
     light.record(0)  # the parent's open file must not be shared

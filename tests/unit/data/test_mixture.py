@@ -128,3 +128,17 @@ def test_the_data_set_reads_a_mixture(tiny_demo: DemoPaths, tmp_path: Path) -> N
     assert len(mixture) == 8
     for index in range(8):
         assert mixture.shape(index) == plain.shape(by_id[mixture.sample_id(index)])
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "2020-01-01: 2", "datasets:\n- {json_path: a.json, weight: 1.0e+12}"]
+)
+def test_hostile_yaml_is_refused(files: Path, text: str) -> None:
+    (files / "mix.yaml").write_text(text)
+    with pytest.raises(DataError, match=r"mix\.yaml"):
+        open_records(files / "mix.yaml")
+
+
+def test_a_name_that_is_too_long_is_named(files: Path) -> None:
+    with pytest.raises(DataError, match=r"must exist, found .*too long"):
+        open_records(files / ("x" * 300 + ".json"))
