@@ -51,6 +51,7 @@ bench: ## run the benchmarks, about twenty minutes; results in runs/bench
 	$(PY) benchmarks/cost_model.py --json runs/bench/cost_model.json
 	$(PY) -m benchmarks.parity --json runs/bench/parity.json
 	$(PY) benchmarks/emulated_cluster.py --json runs/bench/emulated_cluster.json
+	$(PY) benchmarks/planner.py --json runs/bench/planner.json
 	$(PY) benchmarks/hf_trainer.py --json runs/bench/hf_trainer.json
 	$(PY) benchmarks/weights_io.py --json runs/bench/weights_io.json
 

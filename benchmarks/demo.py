@@ -72,7 +72,11 @@ def main() -> int:
     for label in RUNS:
         content = json.dumps(run_config(label, args, demo), indent=1)
         (args.out / f"config_{label}.json").write_text(content)
-    launch(args)
+    print(
+        f"training {', '.join(RUNS)} in turn, {args.num_steps} steps each (log: {args.out}/ranks.log) ...",
+        flush=True,
+    )
+    launch(args.out, list(RUNS), PADDED, args.num_steps)
     results = {label: json.loads((args.out / f"{label}.json").read_text()) for label in RUNS}
     rows = {label: summarise(result) for label, result in results.items()}
     summary = compare(rows, results)
@@ -96,25 +100,24 @@ def main() -> int:
     return 0
 
 
-def launch(args: argparse.Namespace) -> None:
-    """Start the two ranks through the deepspeed launcher and wait for them."""
-    out = args.out.resolve()
+def launch(folder: Path, labels: list[str], padded: list[str], num_steps: int) -> None:
+    """Start the two ranks through the deepspeed launcher and wait for them.
+
+    They make the runs whose configurations are ``config_<label>.json`` in `folder`, in turn.
+    """
+    out = folder.resolve()
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
     command += ["--master_port", str(free_port()), "--module", "benchmarks.demo_worker"]
-    command += ["--out", str(out), "--labels", *RUNS, "--padded", *PADDED]
+    command += ["--out", str(out), "--labels", *labels, "--padded", *padded]
     path = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     log = out / "ranks.log"
-    print(
-        f"training {', '.join(RUNS)} in turn, {args.num_steps} steps each (log: {args.out}/ranks.log) ...",
-        flush=True,
-    )
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
         try:
-            wait(process, out / "progress", args.num_steps)
+            wait(process, out / "progress", num_steps)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)

@@ -146,15 +146,10 @@ class Workload:
 
     def state_bytes_per_parameter(self, data: IntArray, zero_stage: IntArray) -> FloatArray:
         """Bytes of weight, gradient and optimizer state of a parameter, as the memory model counts them."""
-        per_parameter = {}
-        pairs = sorted({*zip(data.tolist(), zero_stage.tolist(), strict=True)})
-        for replicas, stage in pairs:
-            setting = TrainingSetting(self.value_bytes, replicas, stage)
-            per_parameter[replicas, stage] = (
-                self.value_bytes + gradient_bytes(setting) + optimizer_bytes(setting)
-            )
-        chosen = zip(data.tolist(), zero_stage.tolist(), strict=True)
-        return np.array([per_parameter[pair] for pair in chosen])
+        pairs, inverse = np.unique(2 * data + zero_stage, return_inverse=True)
+        settings = [TrainingSetting(self.value_bytes, pair // 2, pair % 2) for pair in pairs.tolist()]
+        each = [self.value_bytes + gradient_bytes(one) + optimizer_bytes(one) for one in settings]
+        return np.array(each, dtype=np.float64)[inverse]
 
     def kept_bytes(self, checkpointing: bool) -> FloatArray:
         """Bytes that one layer of each kind keeps of a whole batch, shape (num_kinds,).

@@ -81,6 +81,13 @@ def test_pipeline_with_evaluation_and_checkpoint(
     assert first["calls"]["fill_missing_gradients"] == last["calls"]["fill_missing_gradients"] == num_steps
 
 
+def test_a_cut_inside_the_encoder(tiny_demo: Any, reference: dict[str, Any], tmp_path: Path) -> None:
+    """Between two vision blocks travels what SigLIP's embeddings leave as a transposed view."""
+    block = {"parallel": {"pipeline_stages": 2, "split": [2, 7]}}
+    for rank in train(tiny_demo, tmp_path, stages=2, dflop=block):
+        assert rank["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+
+
 ZERO1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
 RUNS = {
