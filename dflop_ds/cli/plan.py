@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dflop_ds.planning.layout import SearchSpace
 from dflop_ds.planning.search import DEFAULT_SIMULATIONS, Search, search
 from dflop_ds.planning.stages import StageTable
 from dflop_ds.planning.workload import Workload
-from dflop_ds.profiling.table import ProfileTable, model_hash
+from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.shapes import ShapeTable
 
 _MOST_LISTED = 10
@@ -147,7 +148,9 @@ def make_workload(
     Raises
     ------
     ConfigError
-        If the batch size is not given, or the profile is of another model.
+        If the batch size is not given.
+    CostModelError
+        If the profile is of another model or lacks a layer kind.
     """
     config = parse_dflop(ds_config)
     if config.model.path is None:
@@ -160,11 +163,7 @@ def make_workload(
     layer_model = analytic_layer_model(dims, hardware, dtype)
     memory_model = analytic_memory_model(dims, value_bytes)
     if profile is not None:
-        if profile.fingerprint.model_hash != model_hash(model_config):
-            raise ConfigError(
-                f"the profile must be of the model in {config.model.path}, found another model_hash in "
-                f"{arguments.profile}. Run `dflop-ds profile model` for this model."
-            )
+        profile.check_model(model_config, layers)
         layer_model = LayerCostModel(warn=False).fit(profile.rows, dims)
         memory_model = _measured_memory(profile, dims, memory_model)
     return Workload(
@@ -220,6 +219,10 @@ def _limit_bytes(arguments: argparse.Namespace, hardware: Hardware) -> float:
     memory_bytes = hardware.memory_bytes
     if arguments.gpu_memory_gb is not None:
         memory_bytes = arguments.gpu_memory_gb * 1e9
+    if not 0 < memory_bytes < math.inf:
+        raise ConfigError(
+            f"--gpu-memory-gb must be a positive number, found {arguments.gpu_memory_gb}. Correct it."
+        )
     return float(memory_bytes * (1.0 - arguments.headroom))
 
 

@@ -79,7 +79,9 @@ def sample_costs(table: ShapeTable, arguments: argparse.Namespace) -> SampleCost
     config = read_json(arguments.model, "model config")
     dims = model_dims(config)
     layers = model_layers(dims)
-    model = LayerCostModel().fit(ProfileTable.load(arguments.profile).rows, dims)
+    profile = ProfileTable.load(arguments.profile)
+    profile.check_model(config, layers)
+    model = LayerCostModel().fit(profile.rows, dims)
     num_bins = max(1, arguments.num_replicas * arguments.num_microbatches)
     bins = [part.tolist() for part in np.array_split(np.arange(len(table)), num_bins) if len(part)]
     times_s = expected_layer_times(model, layers, MicrobatchFeatures.from_bins(table, bins))

@@ -184,7 +184,9 @@ def _model(
                 "the model's config.json must be given; found null in dflop.model.path. Give --model."
             )
         path = Path(config.model.path) / "config.json"
-    dims = model_dims(read_json(path, "model config"))
+    model_config = read_json(path, "model config")
+    dims = model_dims(model_config)
+    profile.check_model(model_config, model_layers(dims))
     profiled_bytes = 2 if profile.fingerprint.dtype == "bfloat16" else 4
     try:
         memory = MemoryModel(profile.rows, profile.parameters, dims, profiled_bytes)
@@ -208,7 +210,7 @@ def _model(
 
 def _training(ds_config: dict[str, Any], config: DflopConfig) -> tuple[LayerTraining, ...] | None:
     """What is trained of each layer; patterns are resolved against the model as training does it."""
-    if not config.finetune.freeze:
+    if not config.finetune.freeze and config.finetune.lora is None:
         return None
     from dflop_ds.runtime.finetune import plan_finetuning
     from dflop_ds.runtime.model_setup import layer_plans, read_model_config

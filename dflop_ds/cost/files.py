@@ -24,7 +24,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
     """Read one JSON object; :class:`CostModelError` if the file is missing, truncated or not an object."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CostModelError(f"{path} must be a readable {what} (JSON); {error}. Write it again.") from error
     if not isinstance(content, dict):
         raise CostModelError(f"{path} must be one {what}, found a {type(content).__name__}. Write it again.")

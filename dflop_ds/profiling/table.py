@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,6 +178,33 @@ class ProfileTable:
                 f"{path} must hold whole rows and a fingerprint; {error!r}. Run `dflop-ds profile` again."
             ) from error
         return cls(rows, fingerprint, limits, parameters)
+
+    def check_model(self, config: Mapping[str, Any], kinds: Iterable[str]) -> None:
+        """Check that the profile is of a model and times all of its layers.
+
+        Parameters
+        ----------
+        config : mapping
+            A ``config.json``.
+        kinds : iterable of str
+            Layer kinds of the model.
+
+        Raises
+        ------
+        CostModelError
+        """
+        expected = model_hash(config)
+        if self.fingerprint.model_hash != expected:
+            raise CostModelError(
+                f"the profile must be of this model (model_hash {expected[:12]}), found another model_hash, "
+                f"{self.fingerprint.model_hash[:12]}. Run `dflop-ds profile model` for this model."
+            )
+        missing = sorted(set(kinds) - {row.kind for row in self.rows})
+        if missing:
+            raise CostModelError(
+                f"a profile must time every layer kind of the model, found no rows of {missing}. "
+                "Run `dflop-ds profile model` again."
+            )
 
     def check_matches(self, expected: Fingerprint, on_other_conditions: MismatchPolicy = "warn") -> None:
         """Check that the profile describes the run that `expected` describes.

@@ -140,8 +140,8 @@ def _read_into(steps: dict[int, LoggedStep], path: Path, *, planned: bool) -> No
     """Add the lines of one file; only that of rank 0 has plans."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"a plan log must be a readable file; {error}. Check the path.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"a plan log must be a readable file; {path}: {error}. Check the path.") from error
     for number, row in enumerate(text.splitlines(), start=1):
         try:
             line = json.loads(row)

@@ -100,8 +100,14 @@ def test_wrong_arguments_are_explained(files: Path, capsys: pytest.CaptureFixtur
     assert "a100-80g" in capsys.readouterr().err
     assert plan(files, "--gpus", "4", "--headroom", "1.5") == 2
     assert "--headroom" in capsys.readouterr().err
+    assert plan(files, "--gpus", "4", "--gpu-memory-gb", "nan") == 2
+    assert "--gpu-memory-gb" in capsys.readouterr().err
     profile = Path(write_profile(files))
     content = json.loads(profile.read_text())
+    rows = [row for row in content["rows"] if row["kind"] != "head"]
+    profile.write_text(json.dumps({**content, "rows": rows}))
+    assert plan(files, "--gpus", "4", "--profile", str(profile)) == 2
+    assert "no rows of ['head']" in capsys.readouterr().err
     content["fingerprint"]["model_hash"] = "0" * 64
     profile.write_text(json.dumps(content))
     assert plan(files, "--gpus", "4", "--profile", str(profile)) == 2

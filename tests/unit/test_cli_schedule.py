@@ -79,3 +79,21 @@ def test_missing_files_are_named(files, capsys) -> None:
     del files["--profile"]
     assert main(_arguments(files)) == 2
     assert "--profile, --num-microbatches" in capsys.readouterr().err
+
+
+def test_profiles_of_another_model_or_without_a_layer_kind_are_refused(files, capsys) -> None:
+    profile = Path(files["--profile"])
+    content = json.loads(profile.read_text())
+    content["rows"] = [row for row in content["rows"] if row["kind"] != "head"]
+    profile.write_text(json.dumps(content))
+    assert main(_arguments(files, "--num-replicas", "2", "--num-microbatches", "4")) == 2
+    assert "no rows of ['head']" in capsys.readouterr().err
+    content["fingerprint"]["model_hash"] = "0" * 64
+    profile.write_text(json.dumps(content))
+    assert main(_arguments(files, "--num-replicas", "2", "--num-microbatches", "4")) == 2
+    assert "must be of this model" in capsys.readouterr().err
+
+
+def test_an_audit_of_what_is_no_text_is_refused(files, capsys) -> None:
+    assert main(["schedule", "--audit", files["--shapes"]]) == 2
+    assert "must be a readable file" in capsys.readouterr().err

@@ -159,9 +159,14 @@ def test_frozen_parts_have_less_to_do(files, tiny_demo, capsys) -> None:
     # The demo model: embedding, 2 blocks and projector in stage 0, embedding, 2 blocks, norm and head in 1.
     plan = json.loads((files / "plan.json").read_text())
     plan["dflop"]["model"] = {"path": str(tiny_demo.model_dir)}
+    profile = json.loads((files / "profile.json").read_text())
+    model_config = json.loads((tiny_demo.model_dir / "config.json").read_text())
+    profile["fingerprint"]["model_hash"] = model_hash(model_config)
+    (files / "profile.json").write_text(json.dumps(profile))
     plan["dflop"]["parallel"]["split"] = [4, 5]
     busy_s = []
-    for finetune in ({}, {"freeze": ["encoder", "projector"]}):
+    lora = {"match": ["llm"], "rank": 1}
+    for finetune in ({}, {"freeze": ["encoder", "projector"]}, {"lora": lora}):
         plan["dflop"]["finetune"] = finetune
         (files / "plan.json").write_text(json.dumps(plan))
         assert main(_arguments(files, "--policy", "blind")) == 0
@@ -171,6 +176,7 @@ def test_frozen_parts_have_less_to_do(files, tiny_demo, capsys) -> None:
     # A backward takes twice a forward here, and a stage without trained parameters has none.
     assert busy_s[1][0] == pytest.approx(busy_s[0][0] / 3, rel=0.01)
     assert busy_s[1][1] <= busy_s[0][1]
+    assert busy_s[2][0] == pytest.approx(busy_s[0][0] / 3, rel=0.01)
 
 
 def test_checkpointing_that_was_not_profiled_adds_a_forward(files, capsys) -> None:
