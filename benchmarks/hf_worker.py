@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from benchmarks.hf_data import (
     PackedCollator,
@@ -49,6 +50,7 @@ def run(
     spec: dict[str, Any], dataset: SyntheticSamples, collator: str, strategy: str, cost: str
 ) -> list[float]:
     """Train one epoch; `calibrate` measures costs into the file that `ours` then uses."""
+    unset_hf_deepspeed_config()  # an earlier ZeRO 3 run would partition this model while it is built
     config = tiny_llava(**spec["model"])
     arguments = TrainingArguments(
         str(Path(spec["out"]) / "trainer"),

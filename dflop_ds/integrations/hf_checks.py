@@ -89,10 +89,17 @@ def check_sampler(sampler: Any) -> None:
 
 def sync_point(trainer: Trainer) -> str:
     """Where ranks wait for each other, from the ZeRO stage; see ``scheduling.rank_step.SYNC_POINTS``."""
+    return "phase" if trainer.is_fsdp_enabled else _SYNC_OF_ZERO_STAGE[_zero_stage(trainer)]
+
+
+def keeps_old_gradients(trainer: Trainer) -> bool:
+    """Whether a parameter that takes no part in a step gets an earlier gradient again, as under ZeRO 3."""
+    return _zero_stage(trainer) == 3
+
+
+def _zero_stage(trainer: Trainer) -> int:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    if plugin is not None:
-        return _SYNC_OF_ZERO_STAGE[int(plugin.zero_stage)]
-    return "phase" if trainer.is_fsdp_enabled else "step"
+    return 0 if plugin is None else int(plugin.zero_stage)
 
 
 def scales_loss(trainer: Trainer) -> bool:

@@ -1,9 +1,10 @@
 """Zero-weight media for microbatches that have none, so that every rank runs the encoder.
 
 Under ZeRO a rank that skips the encoder leaves the others waiting in its collectives for ever, and under DDP
-its missing gradients may be dropped. A small media item of the data set is added behind the text: its
-placeholders
-are masked, carry no label and come last, so that no other position sees them. Its gradients are zeros.
+its missing gradients may be dropped. ZeRO 3 starts a step by overwriting gradient buffers: a parameter that
+takes no part in the first microbatch is updated with what an earlier step has left there. So a small media
+item of the data set is added behind the text: its placeholders are masked, carry no label and come last, so
+that no other position sees them. Its gradients are zeros.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def media_flags(batch: dict[str, Any]) -> int:
     return sum(1 << bit for bit, kind in enumerate(MEDIA) if batch.get(kind.key) is not None)
 
 
-def needed_flags(flags: Sequence[Sequence[int]]) -> list[int]:
+def needed_flags(flags: Sequence[Sequence[int]], first: int = 0) -> list[int]:
     """Kinds of media that every rank must have in each slot, from those that ranks have.
 
     Parameters
@@ -67,8 +68,10 @@ def needed_flags(flags: Sequence[Sequence[int]]) -> list[int]:
     flags : sequence of sequences of int
         Per rank and slot. In the last slot every kind of the whole step is needed: there gradients are
         reduced.
+    first : int
+        Kinds that the first slot needs in any case.
     """
-    needed = [0] * len(flags[0])
+    needed = [first] + [0] * (len(flags[0]) - 1)
     for row in flags:
         for slot, value in enumerate(row):
             needed[slot] |= value

@@ -15,7 +15,7 @@ from transformers import Trainer
 from dflop_ds.cost.microbatch_cost import MicrobatchSizes
 from dflop_ds.errors import PlanError
 from dflop_ds.integrations.hf_calibration import Calibration, ForwardTimer
-from dflop_ds.integrations.hf_checks import scales_loss
+from dflop_ds.integrations.hf_checks import keeps_old_gradients, scales_loss
 from dflop_ds.integrations.hf_compat import count_items
 from dflop_ds.integrations.hf_media import DummyMedia, mask_labels, media_flags, needed_flags
 from dflop_ds.integrations.hf_metrics import StepMetrics
@@ -73,6 +73,8 @@ class StepSession:
         self._save_profile = save_profile
         self._timer = ForwardTimer(trainer.model) if calibration is not None else None
         self._scales = scales_loss(trainer)
+        self._keeps_gradients = keeps_old_gradients(trainer)
+        self._seen_flags = 0
         self._position = 0
         self._factors: list[float] = []
         self._previous: PlannedBins | None = None
@@ -113,11 +115,11 @@ class StepSession:
             )
         report = self._exchange(planned, batches, device)
         self._calibrate(report)
-        if self.planner.layout.num_ranks > 1:
-            needed = needed_flags(report.flags.astype(int).tolist())
-            batches = [
-                self._media.complete(batch, flags) for batch, flags in zip(batches, needed, strict=True)
-            ]
+        if self.planner.layout.num_ranks > 1 or self._keeps_gradients:
+            flags = report.flags.astype(int)
+            self._seen_flags |= int(np.bitwise_or.reduce(flags, axis=None))
+            needed = needed_flags(flags.tolist(), self._seen_flags if self._keeps_gradients else 0)
+            batches = [self._media.complete(*pair) for pair in zip(batches, needed, strict=True)]
         self._factors = self._loss_factors(report) if self._scales else []
         self._previous = planned
         self._position += 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import LlavaOnevisionForConditionalGeneration, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from benchmarks.hf_data import (
     IGNORED,
@@ -63,6 +64,7 @@ def ds_config(stage: int) -> dict[str, Any]:
 
 def make_trainer(case: dict[str, Any], config: Any, dataset: SyntheticSamples, out: Path) -> Trainer:
     """A Trainer that takes plain SGD steps in the seeded random order."""
+    unset_hf_deepspeed_config()  # an earlier ZeRO 3 case would partition this model while it is built
     model = build_model(config)
     if not case.get("accepts", True):
         model.__class__ = NoLossKwargs

@@ -110,6 +110,7 @@ def test_dense_masks_are_refused(dataset):
 def test_needed_kinds_per_slot_and_of_the_whole_step_in_the_last():
     assert needed_flags([[IMAGE, 0, 0], [0, VIDEO, 0]]) == [IMAGE, VIDEO, IMAGE | VIDEO]
     assert needed_flags([[0, 0], [0, 0]]) == [0, 0]
+    assert needed_flags([[0, 0], [0, 0]], first=IMAGE) == [IMAGE, IMAGE]
 
 
 def test_masked_labels():
