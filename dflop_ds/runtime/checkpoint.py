@@ -7,17 +7,18 @@ and ``latest`` names it last.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import dflop_ds
-from dflop_ds.errors import ConfigError, ModelError
+from dflop_ds.errors import ConfigError, EnvironmentProblem, ModelError
 from dflop_ds.runtime import compat, distributed, optimizer_state, random_state
 from dflop_ds.runtime.saved import MAIN_FILE, RANK_FILES, SCHEMA_VERSION, SavedCheckpoint
 from dflop_ds.scheduling.plan import StepPlan
@@ -53,6 +54,8 @@ def save(
     ------
     ConfigError
         If DeepSpeed is configured to write in the background, or the tag is no plain name.
+    EnvironmentProblem
+        If the folder cannot be written, or is full.
     """
     if not compat.saves_at_once(engine):
         raise ConfigError(
@@ -62,14 +65,39 @@ def save(
     if not _is_plain(tag) or tag == LATEST:
         raise ConfigError(f"the tag of a checkpoint must be a plain name, found {tag!r}; choose another.")
     keeper = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
-    if keeper:
-        for left in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left)
     unfinished = folder / f"{_UNFINISHED}{tag}"
-    result = write(str(folder), tag=unfinished.name, save_latest=False, **options)
+    # DeepSpeed waits for all ranks inside: one that fails ends here, and the launcher ends the others.
+    with naming_folder(folder):
+        if keeper:
+            for left in folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(left)
+        result = write(str(folder), tag=unfinished.name, save_latest=False, **options)
     distributed.together(lambda: _write_own_files(engine, unfinished, keeper))
-    distributed.together(lambda: publish(folder, tag, save_latest) if keeper else None)
+
+    def finish() -> None:
+        with naming_folder(folder):
+            publish(folder, tag, save_latest)
+
+    distributed.together(finish if keeper else lambda: None)
     return result
+
+
+@contextlib.contextmanager
+def naming_folder(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong while a checkpoint is written into one error.
+
+    Raises
+    ------
+    EnvironmentProblem
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        raise EnvironmentProblem(
+            f"{folder} must be a folder that can be written, with space for a checkpoint, found {found}; "
+            "free space or change the folder. Earlier checkpoints in it are untouched."
+        ) from error
 
 
 def load(
@@ -121,13 +149,18 @@ def load(
             str(folder), tag, load_module_only=weights_only, load_optimizer_states=with_optimizer, **options
         )
     saved = distributed.together(lambda: _checked(engine, directory, weights_only))
-    result = read(
-        str(directory.parent),
-        directory.name,
-        load_module_only=weights_only,
-        load_optimizer_states=False,
-        **options,
-    )
+    try:
+        result = read(
+            str(directory.parent),
+            directory.name,
+            load_module_only=weights_only,
+            load_optimizer_states=False,
+            **options,
+        )
+    except RuntimeError as error:  # other shapes or names than those of the model
+        raise ModelError(
+            f"the checkpoint {directory} must be whole and of this model, found {error}; name another one."
+        ) from error
     if weights_only:
         return result
     if with_optimizer:
@@ -186,9 +219,10 @@ def _without_pointer(folder: Path) -> Path | None:
 
 
 def _write_own_files(engine: Any, directory: Path, keeper: bool) -> None:
-    _write_json(directory / RANK_FILES.format(engine.global_rank), _of_rank(engine))
-    if keeper:
-        _write_json(directory / MAIN_FILE, _of_run(engine))
+    with naming_folder(directory.parent):
+        _write_json(directory / RANK_FILES.format(engine.global_rank), _of_rank(engine))
+        if keeper:
+            _write_json(directory / MAIN_FILE, _of_run(engine))
 
 
 def publish(folder: Path, tag: str, save_latest: bool) -> None:

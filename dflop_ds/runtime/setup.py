@@ -157,6 +157,7 @@ def check_outputs(config: DflopConfig) -> None:
         return
     wanted = {
         "dflop.train.output_dir": Path(config.train.output_dir),
+        "dflop.train.save_every": config.train.save_every and Path(config.train.output_dir) / "checkpoints",
         "dflop.train.export_dir": config.train.export_dir and Path(config.train.export_dir).parent,
         "dflop.telemetry.trace": config.telemetry.trace and Path(config.telemetry.trace).parent,
         "dflop.telemetry.plan_log": config.telemetry.plan_log and Path(config.telemetry.plan_log).parent,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflop_ds.errors import ModelError
-from dflop_ds.runtime.checkpoint import find
+from dflop_ds.errors import EnvironmentProblem, ModelError
+from dflop_ds.runtime.checkpoint import find, naming_folder
 from dflop_ds.runtime.saved import SavedCheckpoint
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -97,3 +97,11 @@ def test_without_a_pointer_the_longest_trained_is_found(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / f"global_step{step}", step)
     write_checkpoint(tmp_path / ".saving-global_step12", 12)
     assert find(tmp_path) == tmp_path / "global_step10"
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    words = "space for a checkpoint, found unexpected pos 1 vs 2; free"
+    with pytest.raises(EnvironmentProblem, match=words), naming_folder(tmp_path):
+        raise RuntimeError("unexpected pos 1 vs 2\nC++ frames")
+    with pytest.raises(EnvironmentProblem, match=r"found .*No space left"), naming_folder(tmp_path):
+        Path("/dev/full").write_text("x")
