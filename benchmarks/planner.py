@@ -75,7 +75,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, required=True, metavar="OUT")
     parser.add_argument("--work", type=Path, default=Path("runs/planner"), help="folder of the real run")
-    parser.add_argument("--num-steps", type=int, default=12, help="of the real run, warm-up included")
+    parser.add_argument("--num-steps", type=int, default=10, help="of the real run, warm-up included")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     start_s = time.perf_counter()
@@ -238,7 +238,7 @@ def search_part(seed: int) -> list[dict[str, Any]]:
 
 def real_part(work: Path, num_steps: int, seed: int) -> dict[str, Any]:
     """Measured steps of the planned stages and of DeepSpeed's partitions."""
-    print("\nREAL run on 2 ranks: LLaVA-OneVision-0.5B scaled down, clips and text; data-aware microbatches")
+    print("\nREAL run on 2 ranks: LLaVA-OneVision-0.5B scaled down, clips; data-aware microbatches")
     real = real_run(work, num_steps, seed)
     print(f"{'partition':<14}{'step s':>9}{'idle':>8}  first layers of the stages")
     for label in LABELS:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,14 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("config", type=Path, metavar="CONFIG", help="DeepSpeed configuration with a dflop block")
     add("--gpus", type=int, required=True, metavar="N", help="GPUs to plan for")
     add("--shapes", type=Path, required=True, metavar="FILE", help="of `dflop-ds profile data`")
-    add("--profile", type=Path, metavar="FILE", help="of `dflop-ds profile model`; default: the data sheet")
+    add(
+        "--profile",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="of `dflop-ds profile model`, one for each tensor degree; default: the data sheet",
+    )
     add("--hardware", default="a100-80g", metavar="H", help=f"{', '.join(PRESETS)} or a JSON file")
     add("--gpu-memory-gb", type=float, metavar="GB", help="default: of the hardware")
     add("--headroom", type=float, default=0.1, metavar="SHARE", help="memory left free; default: 0.1")
@@ -78,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
             "--out writes what training executes, found --layouts all. Use --layouts runtime with --out."
         )
     hardware = load_hardware(arguments.hardware)
-    profile = None if arguments.profile is None else ProfileTable.load(arguments.profile)
-    workload = make_workload(ds_config, arguments, hardware, profile)
+    profiles = read_profiles(arguments.profile)
+    workload = make_workload(ds_config, arguments, hardware, profiles)
     limit_bytes = _limit_bytes(arguments, hardware)
     space = SearchSpace(arguments.gpus, min_stages=arguments.min_stages, max_stages=arguments.max_stages)
     if arguments.layouts == "all":
@@ -93,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     source = f"unmeasured, data sheet of {hardware.name}"
     if workload.measured:
-        source = f"profile {arguments.profile}"
+        source = "profile " + ", ".join(map(str, arguments.profile))
     print(
         f"{arguments.gpus} GPUs ({hardware.name}), {len(workload.table)} samples, {workload.num_batches} "
         f"drawn batches of {workload.batch_size}; layer times: {source}; predictions, simulated steps"
@@ -108,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(_payoff(best, workload, ds_config, arguments.load_s))
     _print_oversized(workload, best, limit_bytes)
     if arguments.out is not None:
-        _write(arguments, ds_config, best, workload, limit_bytes, profile)
+        _write(arguments, ds_config, best, workload, limit_bytes, profiles)
     return 0
 
 
@@ -118,12 +125,12 @@ def _write(
     best: Evaluation,
     workload: Workload,
     limit_bytes: float,
-    profile: ProfileTable | None,
+    profiles: Mapping[int, tuple[Path, ProfileTable]],
 ) -> None:
     # A profile with other checkpointing has other backward times: training then measures its own.
     checkpointing = best.layout.activation_checkpointing
-    usable = profile is not None and profile.fingerprint.activation_checkpointing == checkpointing
-    content = plan_config(ds_config, best, workload, limit_bytes, str(arguments.profile) if usable else None)
+    usable = profiles and profiles[1][1].fingerprint.activation_checkpointing == checkpointing
+    content = plan_config(ds_config, best, workload, limit_bytes, str(profiles[1][0]) if usable else None)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"\nwrote {arguments.out} for {arguments.gpus} ranks")
@@ -141,7 +148,7 @@ def make_workload(
     ds_config: dict[str, Any],
     arguments: argparse.Namespace,
     hardware: Hardware,
-    profile: ProfileTable | None,
+    profiles: Mapping[int, tuple[Path, ProfileTable]],
 ) -> Workload:
     """The planning problem that the arguments describe.
 
@@ -162,23 +169,59 @@ def make_workload(
     value_bytes = 2 if dtype == "bfloat16" else 4
     layer_model = analytic_layer_model(dims, hardware, dtype)
     memory_model = analytic_memory_model(dims, value_bytes)
-    if profile is not None:
+    measured = {}
+    for degree, (_, profile) in profiles.items():
         profile.check_model(model_config, layers)
-        layer_model = LayerCostModel(warn=False).fit(profile.rows, dims)
-        memory_model = _measured_memory(profile, dims, memory_model)
+        measured[degree] = LayerCostModel(warn=False).fit(profile.rows, dims)
+    if profiles:
+        layer_model = measured.pop(1)
+        memory_model = _measured_memory(profiles[1][1], dims, memory_model)
+    if config.finetune.freeze or config.finetune.lora:
+        print("note: frozen parts are planned as if they were trained")
     return Workload(
         layers,
         ShapeTable.load(arguments.shapes),
         _batch_size(ds_config, arguments),
         layer_model=layer_model,
+        tensor_models=measured,
         memory_model=memory_model,
         hardware=hardware,
         value_bytes=value_bytes,
         reduce_bucket_values=_reduce_bucket_values(ds_config),
-        checkpointed_profile=profile is not None and profile.fingerprint.activation_checkpointing,
-        measured=profile is not None,
+        checkpointed_profile=bool(profiles) and profiles[1][1].fingerprint.activation_checkpointing,
+        measured=bool(profiles),
         seed=arguments.seed,
     )
+
+
+def read_profiles(paths: Sequence[Path]) -> dict[int, tuple[Path, ProfileTable]]:
+    """Profiles by tensor-parallel degree.
+
+    Raises
+    ------
+    ConfigError
+        If there are some but none of a single GPU, or two of one degree, or they differ in checkpointing.
+    """
+    profiles: dict[int, tuple[Path, ProfileTable]] = {}
+    for path in paths:
+        table = ProfileTable.load(path)
+        degree = table.fingerprint.tensor_parallel_degree
+        if degree in profiles:
+            raise ConfigError(
+                f"each tensor degree must have one profile, found {profiles[degree][0]} and {path} for "
+                f"{degree}. Give one of them."
+            )
+        profiles[degree] = (path, table)
+    if profiles and 1 not in profiles:
+        raise ConfigError(
+            f"a profile of one GPU must be given, found the tensor degrees {sorted(profiles)}. Add it."
+        )
+    if len({table.fingerprint.activation_checkpointing for _, table in profiles.values()}) > 1:
+        raise ConfigError(
+            "profiles must agree in activation checkpointing, found some with and some without it. "
+            "Profile again."
+        )
+    return profiles
 
 
 def _measured_memory(profile: ProfileTable, dims: ModelDims, otherwise: MemoryModel) -> MemoryModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
 from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.cost.memory import MemoryModel, TrainingSetting, gradient_bytes, optimizer_bytes
-from dflop_ds.cost.prior import OVERHEAD
+from dflop_ds.cost.prior import DIRECTIONS, OVERHEAD
 from dflop_ds.errors import ConfigError
 from dflop_ds.planning.communication import tensor_reduction_s
 from dflop_ds.planning.hardware import Hardware
@@ -54,6 +54,9 @@ class Workload:
     batch_size : int
         Samples of one optimizer step over all replicas.
     layer_model : LayerCostModel
+        Of one GPU.
+    tensor_models : mapping of int to LayerCostModel, optional
+        Measured shares of a layer, by tensor-parallel degree; other degrees are derived.
     memory_model : MemoryModel
     hardware : Hardware
     value_bytes : int
@@ -81,6 +84,7 @@ class Workload:
         batch_size: int,
         *,
         layer_model: LayerCostModel,
+        tensor_models: Mapping[int, LayerCostModel] | None = None,
         memory_model: MemoryModel,
         hardware: Hardware,
         value_bytes: int = 2,
@@ -100,6 +104,7 @@ class Workload:
             layers,
             batch_size=batch_size,
             layer_model=layer_model,
+            tensor_models=tensor_models,
             memory_model=memory_model,
             hardware=hardware,
             value_bytes=value_bytes,
@@ -114,6 +119,7 @@ class Workload:
         self.table = table
         self.batch_size = batch_size
         self.layer_model = layer_model
+        self.tensor_models = dict(tensor_models or {})
         self.memory_model = memory_model
         self.hardware = hardware
         self.value_bytes = value_bytes
@@ -183,29 +189,21 @@ class Workload:
     def layer_costs(self, tensor: int, checkpointing: bool, num_bins: int) -> LayerCosts:
         """Costs of one layer of each kind under a tensor-parallel degree.
 
-        Work divides by the tensor-parallel degree, launch overhead does not; blocks reduce their activations
-        over the group. A sample is charged the share of the overhead that remains when `num_bins` bins
-        share the batch. Checkpointing adds a second forward to the backward pass.
+        A measured degree is taken as it is. Otherwise work divides by the degree, launch overhead does not,
+        and blocks reduce their activations over the group. A sample is charged the share of the overhead
+        that remains when `num_bins` bins share the batch. Checkpointing adds a second forward to backward.
         """
         shape = (len(self.kinds), self.num_batches, self.batch_size)
         forward_s, backward_s = np.empty(shape), np.empty(shape)
         for index, kind in enumerate(self.kinds):
-            work_s, overhead_s, works = self._work(kind)
-            sharing = self._sharing(works, self.batch_size / num_bins)
-            fixed_s, sent_s = self._tensor_reductions(kind, tensor)
+            work = self._work(kind, tensor)
+            sharing = _sharing(work.share, self.batch_size / num_bins)
             passes = [
-                np.where(
-                    works,
-                    work_s[direction] / tensor + sent_s + (overhead_s[direction] + fixed_s) / sharing,
-                    0.0,
-                )
+                np.where(work.works, work.work_s[direction] + work.overhead_s[direction] / sharing, 0.0)
                 for direction in (0, 1)
             ]
-            if checkpointing != self.checkpointed_profile:
-                again = passes[0] if checkpointing else -passes[0]
-                passes[1] = np.maximum(passes[1] + again, 0.0)
             forward_s[index] = passes[0].reshape(shape[1:])
-            backward_s[index] = passes[1].reshape(shape[1:])
+            backward_s[index] = self._backward_s(passes[0], passes[1], checkpointing).reshape(shape[1:])
         return LayerCosts(self.kinds, forward_s, backward_s)
 
     def layer_totals(self, tensor: IntArray, checkpointing: bool, num_bins: IntArray) -> FloatArray:
@@ -221,78 +219,66 @@ class Workload:
         """
         totals = np.empty((len(tensor), len(self.kinds)))
         for index, kind in enumerate(self.kinds):
-            sums = self._sums(kind)
-            sharing = np.array([sums.sharing(self.batch_size / bins) for bins in num_bins])
-            reductions = {int(t): self._tensor_reductions(kind, int(t)) for t in np.unique(tensor)}
-            fixed_s = np.array([reductions[int(t)][0] for t in tensor])
-            sent_s = np.array([float(reductions[int(t)][1].sum()) / self.num_batches for t in tensor])
-            passes = [
-                sums.work_s[direction] / tensor
-                + sent_s
-                + sums.num_working * (sums.overhead_s[direction] + fixed_s) / sharing
-                for direction in (0, 1)
-            ]
-            if checkpointing != self.checkpointed_profile:
-                again = passes[0] if checkpointing else -passes[0]
-                passes[1] = np.maximum(passes[1] + again, 0.0)
-            totals[:, index] = passes[0] + passes[1]
+            works = [self._work(kind, degree) for degree in tensor.tolist()]
+            passes = np.array(
+                [
+                    work.total_s(self.batch_size / bins)
+                    for work, bins in zip(works, num_bins.tolist(), strict=True)
+                ]
+            )
+            passes /= self.num_batches
+            totals[:, index] = passes[:, 0] + self._backward_s(passes[:, 0], passes[:, 1], checkpointing)
         return totals
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - as above
-    def _tensor_reductions(self, kind: str, tensor: int) -> tuple[float, FloatArray]:
-        """Seconds per launch and per sample, shape (n,), of reductions within a tensor-parallel group."""
-        if tensor == 1 or kind not in _REDUCED_KINDS:
-            return 0.0, np.zeros(len(self.features))
-        latency_s = float(tensor_reduction_s(self.hardware, tensor, 0.0))
-        size = self.memory_model.input_bytes(kind, self.features, self.value_bytes)
-        sent_s = TENSOR_REDUCTIONS * (tensor_reduction_s(self.hardware, tensor, size) - latency_s)
-        return TENSOR_REDUCTIONS * (self.hardware.collective_latency_s + latency_s), sent_s
+    def _backward_s(self, forward_s: FloatArray, backward_s: FloatArray, checkpointing: bool) -> FloatArray:
+        """Backward times with or without a second forward, whichever the profile has."""
+        if checkpointing == self.checkpointed_profile:
+            return backward_s
+        return np.maximum(backward_s + (forward_s if checkpointing else -forward_s), 0.0)
 
-    @functools.lru_cache(maxsize=32)  # noqa: B019 - as above
-    def _sums(self, kind: str) -> _Sums:
-        work_s, overhead_s, works = self._work(kind)
-        return _Sums(
-            (float(work_s[0].sum()) / self.num_batches, float(work_s[1].sum()) / self.num_batches),
-            overhead_s,
-            float(works.sum()) / self.num_batches,
-            float(works.mean()),
-        )
-
-    @functools.lru_cache(maxsize=32)  # noqa: B019 - as above
-    def _work(self, kind: str) -> tuple[FloatArray, tuple[float, float], npt.NDArray[np.bool_]]:
-        """Seconds without launch overhead, shape (2, n), overhead of both directions, samples with work."""
-        overhead_s = tuple(
-            self.layer_model.priors_[kind, direction].coefficients_[OVERHEAD]
-            for direction in ("forward", "backward")
-        )
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - as above
+    def _work(self, kind: str, tensor: int) -> _Work:
+        """What one layer of a kind costs the samples on each of `tensor` ranks."""
+        measured = self.tensor_models.get(tensor)
+        model = self.layer_model if measured is None else measured
+        overhead_s = np.array([model.priors_[kind, name].coefficients_[OVERHEAD] for name in DIRECTIONS])
         works = self.features.work_mask(kind)
         spread = max(1.0, self.batch_size**0.5)
-        times_s = self.layer_model.predict_marginal(kind, self.features, spread)
-        share = self._sharing(works, spread)
-        work_s = np.stack(
-            [
-                np.maximum(time_s - fixed_s / share, 0.0)
-                for time_s, fixed_s in zip(times_s, overhead_s, strict=True)
-            ]
-        )
-        return work_s, (overhead_s[0], overhead_s[1]), works
-
-    @staticmethod
-    def _sharing(works: npt.NDArray[np.bool_], samples_per_bin: float) -> float:
-        return _sharing(float(works.mean()), samples_per_bin)
+        times_s = np.stack(model.predict_marginal(kind, self.features, spread))
+        work_s = np.maximum(times_s - (overhead_s / _sharing(float(works.mean()), spread))[:, None], 0.0)
+        if measured is None and tensor > 1:
+            work_s = work_s / tensor
+            if kind in _REDUCED_KINDS:
+                latency_s = float(tensor_reduction_s(self.hardware, tensor, 0.0))
+                size = self.memory_model.input_bytes(kind, self.features, self.value_bytes)
+                reduction_s = tensor_reduction_s(self.hardware, tensor, size) - latency_s
+                work_s = work_s + TENSOR_REDUCTIONS * reduction_s
+                overhead_s = overhead_s + TENSOR_REDUCTIONS * (self.hardware.collective_latency_s + latency_s)
+        return _Work(work_s, overhead_s, works)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """Of one layer of a kind over a batch: seconds of work and of overhead per launch, samples with work."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Work:
+    """One layer of a kind: seconds of work, shape (2, n), and of overhead, shape (2,), samples with work."""
 
-    work_s: tuple[float, float]
-    overhead_s: tuple[float, float]
-    num_working: float
-    share: float
+    work_s: FloatArray
+    overhead_s: FloatArray
+    works: npt.NDArray[np.bool_]
 
-    def sharing(self, samples_per_bin: float) -> float:
-        return _sharing(self.share, samples_per_bin)
+    @functools.cached_property
+    def share(self) -> float:
+        """Share of the samples that have work."""
+        return float(self.works.mean())
+
+    @functools.cached_property
+    def _work_sum_s(self) -> FloatArray:
+        sums: FloatArray = np.where(self.works, self.work_s, 0.0).sum(axis=1)
+        return sums
+
+    def total_s(self, samples_per_bin: float) -> FloatArray:
+        """Seconds of all samples in both directions, shape (2,)."""
+        num_working = float(self.works.sum())
+        return self._work_sum_s + num_working * self.overhead_s / _sharing(self.share, samples_per_bin)
 
 
 def _sharing(share: float, samples_per_bin: float) -> float:

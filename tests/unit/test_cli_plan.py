@@ -39,16 +39,17 @@ def plan(files: Path, *options: str) -> int:
     return main(["plan", str(files / "ds.json"), "--shapes", str(files / "shapes.npz"), *options])
 
 
-def write_profile(files: Path) -> str:
+def write_profile(files: Path, degree: int = 1) -> str:
     dims = model_dims(MODEL)
     rows = []
     for kind in dict.fromkeys(model_layers(dims)):
         for size in (1, 2, 4, 8):
             counts = (size, 196 * size, 400 * size, 160000 * size, size, 100 * size)
             rows.append(ProfileRow(kind, *counts, 1e-3 * size, 2e-3 * size, 1000 * size))
-    print_of = Fingerprint("cuda", "Some GPU", {}, "bfloat16", "auto", False, model_hash(MODEL))
-    ProfileTable(rows, print_of, parameters=parameter_counts(dims)).save(files / "profile.json")
-    return str(files / "profile.json")
+    print_of = Fingerprint("cuda", "Some GPU", {}, "bfloat16", "auto", False, model_hash(MODEL), degree)
+    path = files / f"profile{degree}.json"
+    ProfileTable(rows, print_of, parameters=parameter_counts(dims)).save(path)
+    return str(path)
 
 
 def test_a_plan_is_printed_and_written(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,3 +113,13 @@ def test_wrong_arguments_are_explained(files: Path, capsys: pytest.CaptureFixtur
     profile.write_text(json.dumps(content))
     assert plan(files, "--gpus", "4", "--profile", str(profile)) == 2
     assert "another model_hash" in capsys.readouterr().err
+
+
+def test_profiles_of_several_tensor_degrees(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = write_profile(files), write_profile(files, 2)
+    assert plan(files, "--gpus", "2", "--layouts", "all", "--profile", one, two) == 0
+    assert f"profile {one}, {two}" in capsys.readouterr().out
+    assert plan(files, "--gpus", "2", "--profile", two) == 2
+    assert "a profile of one GPU must be given" in capsys.readouterr().err
+    assert plan(files, "--gpus", "2", "--profile", one, one) == 2
+    assert "one profile" in capsys.readouterr().err

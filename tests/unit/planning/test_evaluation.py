@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from dflop_ds.planning.analytic import analytic_layer_model
 from dflop_ds.planning.evaluation import Evaluator
 from dflop_ds.planning.hardware import PRESETS
 from dflop_ds.planning.layout import Degrees, Layout
 from dflop_ds.planning.stages import StageTable
-from tests.support.planning import equal_table, mixed_table, small_workload
+from tests.support.planning import DIMS, equal_table, mixed_table, small_workload
 
 # Links without latency and so fast that only compute is left.
 IDEAL = PRESETS["a100-80g"].model_copy(
@@ -124,3 +125,18 @@ def test_more_batches_in_one_mean():
     assert found.steps_s.shape == (3,)
     assert found.step_s == pytest.approx(found.steps_s.mean())
     assert found.busy_s + found.idle_s + found.end_s == pytest.approx(found.step_s)
+
+
+def test_a_measured_tensor_degree_is_taken_as_it_is():
+    workload = small_workload(equal_table(32), 8, hardware=IDEAL)
+    # Half as fast as one GPU, which no derived time would be.
+    slow = IDEAL.model_copy(
+        update={"peak_flops_per_s": {"bfloat16": 156e12, "float32": 1e12}, "memory_bytes_per_s": 5e29}
+    )
+    measured = small_workload(
+        equal_table(32), 8, hardware=IDEAL, tensor_models={2: analytic_layer_model(DIMS, slow, "bfloat16")}
+    )
+    one = Evaluator(StageTable(workload)).evaluate(uniform(1, 1, 1, 4)).step_s
+    assert Evaluator(StageTable(measured)).evaluate(uniform(1, 1, 1, 4)).step_s == pytest.approx(one)
+    two = Evaluator(StageTable(measured)).evaluate(uniform(2, 1, 1, 4)).step_s
+    assert two == pytest.approx(2 * one)
