@@ -156,10 +156,17 @@ def _resampled_blocks(
 
     Channels are averaged here, since FFmpeg's own mix of float samples is not scaled to full scale.
     """
-    to_float = av.AudioResampler(format="fltp")
-    planar = (part for frame in container.decode(stream) for part in to_float.resample(frame))
-    blocks = ((part.to_ndarray().astype(np.float32), part.sample_rate) for part in planar)
+    # Interleaved: PyAV crashes on frames with eight planes or more.
+    to_float = av.AudioResampler(format="flt")
+    parts = (part for frame in container.decode(stream) for part in to_float.resample(frame))
+    blocks = ((_by_channel(part), part.sample_rate) for part in parts)
     yield from _mono_blocks(blocks, sampling_rate_hz)
+
+
+def _by_channel(frame: av.AudioFrame) -> npt.NDArray[np.float32]:
+    """Samples of an interleaved frame, shape (channels, samples)."""
+    interleaved = frame.to_ndarray().astype(np.float32)
+    return np.ascontiguousarray(interleaved.reshape(-1, frame.layout.nb_channels).T)
 
 
 def _mono_blocks(

@@ -79,6 +79,13 @@ def test_channels_are_averaged(tmp_path: Path, rate_hz: int) -> None:
     assert np.abs(load_audio(three, TARGET_HZ) - load_audio(alone, TARGET_HZ)).max() < 1e-4
 
 
+@pytest.mark.parametrize("num_channels", [6, 8, 9, 16])
+def test_many_channels_are_averaged(tmp_path: Path, num_channels: int) -> None:
+    channels = [tone(1600, TARGET_HZ, 100.0 * (number + 1)) for number in range(num_channels)]
+    path = write_wav(tmp_path / "many.wav", channels, TARGET_HZ)
+    assert np.abs(load_audio(path, TARGET_HZ) - np.mean(channels, axis=0)).max() < 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "container_format", "codec", "rate_hz"),
     [
