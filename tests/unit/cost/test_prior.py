@@ -14,6 +14,9 @@ DIMS = flops.ModelDims(
 )
 NATIVE_DIMS = flops.ModelDims(flops.NativeVisionDims(1280, 3420, 16, 32, 14, 2, 2, (7, 15, 23, 31)), DIMS.llm)
 
+AUDIO_DIMS = flops.ModelDims(flops.AudioDims(1280, 5120, 20, 32, 128), DIMS.llm)
+AUDIO_KINDS = ("vision_embed", "vision_frame_block", "projector")
+
 
 def microbatches(num_rows, seed=0, scale=1):
     """Of one scale for every size, so that far ones lie outside of all ranges."""
@@ -41,7 +44,9 @@ def true_time_s(kind, features, dims=DIMS):
 
 @pytest.mark.parametrize(
     ("kind", "dims"),
-    [(kind, DIMS) for kind in TILED_KINDS] + [(kind, NATIVE_DIMS) for kind in NATIVE_KINDS],
+    [(kind, DIMS) for kind in TILED_KINDS]
+    + [(kind, NATIVE_DIMS) for kind in NATIVE_KINDS]
+    + [(kind, AUDIO_DIMS) for kind in AUDIO_KINDS],
 )
 def test_recovers_the_truth_and_extrapolates(kind, dims):
     train = microbatches(60)
