@@ -45,6 +45,7 @@ MODEL = {
     "vocab_size": 512,
     "grid_side": 2,
 }
+NUM_ROUNDS = 2
 LAUNCH_TIMEOUT_S = 1200
 
 
@@ -74,7 +75,8 @@ def measure(samples: list[Sample], seed: int, stage: int, out: Path) -> dict[str
         "batch_size": BATCH_SIZE,
         "accumulation": ACCUMULATION,
         "seed": seed,
-        "warmup_steps": 5,
+        "num_rounds": NUM_ROUNDS,
+        "warmup_steps": 6,
         "ds_config": {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
@@ -196,7 +198,7 @@ def main() -> None:
     """Measure, predict, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps per sampler and collator")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps per sampler and round")
     parser.add_argument("--zero", type=int, default=1, choices=(1, 2, 3))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -82,6 +82,10 @@ def main():
     out, rank = Path(arguments["out"]), int(os.environ["RANK"])
     report = {case["name"]: run_case(case, out, rank) for case in arguments["cases"]}
     (out / f"rank{rank}.json").write_text(json.dumps(report))
+    if any(case.get("zero") is not None for case in arguments["cases"]):
+        from dflop_ds.runtime.shared_memory import forget_segment_names
+
+        forget_segment_names()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
