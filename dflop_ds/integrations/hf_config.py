@@ -27,7 +27,7 @@ class TrainerCallbackConfig(BaseModel):
     )
     profile: str | None = Field(
         None,
-        description="Microbatch costs (JSON) that an earlier run saved; default: measured while training.",
+        description="Costs (JSON) of `save_profile` or `dflop-ds profile model`; default: measured.",
     )
     save_profile: str | None = Field(
         None, description="Where rank 0 writes the microbatch costs that it has measured (JSON)."

@@ -19,7 +19,6 @@ import numpy as np
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from dflop_ds.cost.microbatch_cost import MicrobatchCost
 from dflop_ds.errors import ConfigError
 from dflop_ds.integrations.hf_calibration import Calibration, backward_factors
 from dflop_ds.integrations.hf_checks import check_trainer, sync_point
@@ -27,6 +26,7 @@ from dflop_ds.integrations.hf_compat import find_trainer, replace_batch_sampler
 from dflop_ds.integrations.hf_config import TrainerCallbackConfig, load_config, parse_config
 from dflop_ds.integrations.hf_media import DummyMedia
 from dflop_ds.integrations.hf_metrics import StepMetrics
+from dflop_ds.integrations.hf_profile import load_cost
 from dflop_ds.integrations.hf_sampler import BalancedBatchSampler
 from dflop_ds.integrations.hf_session import StepSession
 from dflop_ds.integrations.hf_shapes import ShapeFn, preserved_rng, trainer_shapes
@@ -107,10 +107,8 @@ class DflopCallback(TrainerCallback, ExportableState):
         loader = kwargs["train_dataloader"]
         check_trainer(trainer, loader)
         progress = self._stored_progress(state) if state.global_step else None
-        timeline = self._timeline(progress)
-        planner = make_planner(
-            trainer, loader, self.config, self._shape_fn or _shape_fns.get(trainer), timeline
-        )
+        shape_fn = self._shape_fn or _shape_fns.get(trainer)
+        planner = make_planner(trainer, loader, self.config, shape_fn, progress)
         sampler = BalancedBatchSampler(planner, args.process_index)
         if len(sampler) != len(loader):
             raise ConfigError(
@@ -174,13 +172,6 @@ class DflopCallback(TrainerCallback, ExportableState):
         logger.warning("the checkpoint holds no state of DflopCallback: costs are measured again.")
         return None
 
-    def _timeline(self, progress: dict[str, Any] | None) -> CostTimeline:
-        if progress is not None:
-            return CostTimeline.from_dict(progress)
-        if self.config.profile is not None:
-            return CostTimeline([(0, MicrobatchCost.load(self.config.profile))])
-        return CostTimeline()
-
     def _calibration(self, trainer: Trainer, planner: RankPlanner) -> Calibration | None:
         if planner.timeline.newest is not None or self.config.policy == "blind":
             return None
@@ -198,10 +189,19 @@ def make_planner(
     loader: Any,
     config: TrainerCallbackConfig,
     shape_fn: ShapeFn | None,
-    timeline: CostTimeline,
+    progress: dict[str, Any] | None,
 ) -> RankPlanner:
-    """Plans over the training data of a Trainer, in the order of its own sampler."""
+    """Plans over the training data of a Trainer, in the order of its own sampler.
+
+    Costs are those of a checkpoint (`progress`), of a profile, or not known yet.
+    """
     table = trainer_shapes(trainer, loader.collate_fn, config, shape_fn)
+    timeline = CostTimeline()
+    if progress is not None:
+        timeline = CostTimeline.from_dict(progress)
+    elif config.profile is not None:
+        cost = load_cost(config.profile, trainer.model.config, table, loader.batch_sampler.batch_size)
+        timeline.add(0, cost)
     layout = RankLayout(
         num_samples=len(loader.dataset),
         batch_size=loader.batch_sampler.batch_size,
