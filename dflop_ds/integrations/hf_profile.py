@@ -20,9 +20,7 @@ from dflop_ds.shapes import ShapeTable
 _NUM_BINS = 256
 
 
-def load_cost(
-    path: str | Path, model_config: Any, table: ShapeTable, samples_per_bin: int
-) -> MicrobatchCost:
+def load_cost(path: str | Path, model_config: Any, table: ShapeTable, samples_per_bin: int) -> MicrobatchCost:
     """Costs of one microbatch of the whole model.
 
     A profile of layers is turned into the four numbers of a microbatch by a fit to its predictions for random
@@ -49,7 +47,7 @@ def load_cost(
     missing = sorted(set(kinds) - {row.kind for row in rows})
     if missing:
         raise CostModelError(
-            f"{path} must time every layer kind of the model, found no rows of {missing}. Profile this model, "
+            f"{path} must time every layer kind of the model, found no rows of {missing}. Profile it again, "
             "or leave profile out to measure while training."
         )
     model = CostModel(LayerCostModel(warn=False).fit(rows, dims), [kinds])
