@@ -240,10 +240,14 @@ def real_part(work: Path, num_steps: int, seed: int) -> dict[str, Any]:
     """Measured steps of the planned stages and of DeepSpeed's partitions."""
     print("\nREAL run on 2 ranks: LLaVA-OneVision-0.5B scaled down, clips; data-aware microbatches")
     real = real_run(work, num_steps, seed)
-    print(f"{'partition':<14}{'step s':>9}{'idle':>8}  first layers of the stages")
+    print(real["plan_report"])
+    print(f"{'partition':<14}{'step s':>9}{'predicted':>11}{'idle':>8}  first layers of stages (measured)")
     for label in LABELS:
         row = real["runs"][label]
-        print(f"{label:<14}{row['median_step_time_s']:>9.3f}{row['bubble_fraction']:>8.1%}  {row['stages']}")
+        print(
+            f"{label:<14}{row['median_step_time_s']:>9.3f}{row['predicted_step_time_s']:>11.3f}"
+            f"{row['bubble_fraction']:>8.1%}  {row['stages']}"
+        )
     return real
 
 

@@ -10,7 +10,9 @@ parameters happens to be the one by time.
 
 from __future__ import annotations
 
+import argparse
 import copy
+import itertools
 import json
 import os
 import statistics
@@ -20,9 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.demo import launch
+from dflop_ds.cli import plan
 from dflop_ds.config import load_ds_config
 from dflop_ds.data.demo import build_demo
 from dflop_ds.data.demo_model import TinyModelDims
+from dflop_ds.planning.evaluation import Evaluator
+from dflop_ds.planning.hardware import load_hardware
+from dflop_ds.planning.layout import Degrees, Layout
+from dflop_ds.planning.stages import StageTable
 
 DIMS = TinyModelDims(
     tile_px=112,
@@ -57,19 +64,21 @@ def real_run(out: Path, num_steps: int, seed: int) -> dict[str, Any]:
     path = str(out / "config.json")
     _dflop_ds("profile", "data", path, "--out", str(out / "shapes.npz"))
     _dflop_ds("profile", "model", path, "--out", str(out / "profile.json"))
-    plan = out / "config_planned.json"
+    target = out / "config_planned.json"
     options = ["--gpus", "2", "--hardware", "cpu", "--min-stages", "2", "--simulations", "0"]
-    files = ["--shapes", str(out / "shapes.npz"), "--profile", str(out / "profile.json"), "--out", str(plan)]
-    printed = _dflop_ds("plan", path, *options, *files)
-    planned = load_ds_config(plan)
+    files = ["--shapes", str(out / "shapes.npz"), "--profile", str(out / "profile.json")]
+    printed = _dflop_ds("plan", path, *options, *files, "--out", str(target))
+    planned = load_ds_config(target)
     for label in LABELS[1:]:
         other = copy.deepcopy(planned)
         other["dflop"]["parallel"]["split"] = label
         _write(out / f"config_{label}.json", other)
     launch(out, list(LABELS), [], num_steps)
     results = {label: json.loads((out / f"{label}.json").read_text()) for label in LABELS}
+    predicted_s = predicted_steps_s(out, planned, {label: results[label]["stages"] for label in LABELS})
     rows = {
         label: {
+            "predicted_step_time_s": predicted_s[label],
             "median_step_time_s": statistics.median(result["step_times_s"][WARMUP_STEPS:]),
             "bubble_fraction": statistics.median(result["bubble_fractions"][WARMUP_STEPS:]),
             "stages": result["stages"],
@@ -83,6 +92,29 @@ def real_run(out: Path, num_steps: int, seed: int) -> dict[str, Any]:
         "batch_size": BATCH_SIZE,
         "num_samples": len(kept),
         "plan_report": printed,
+    }
+
+
+def predicted_steps_s(out: Path, planned: dict[str, Any], stages: dict[str, list[int]]) -> dict[str, float]:
+    """What the planner predicts of every run: step times with its microbatches and the run's stages."""
+    files = ["--shapes", str(out / "shapes.npz"), "--profile", str(out / "profile.json"), "--gpus", "2"]
+    parser = argparse.ArgumentParser()
+    plan.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["plan", str(out / "config.json"), *files])
+    profiles = plan.read_profiles(arguments.profile)
+    workload = plan.make_workload(planned, arguments, load_hardware("cpu"), profiles)
+    evaluator = Evaluator(StageTable(workload))
+    count = planned["gradient_accumulation_steps"]
+    layout = Layout(
+        encoder=None,
+        llm=Degrees(1, 2, 1),
+        num_microbatches=count,
+        activation_checkpointing=planned["dflop"]["parallel"]["activation_checkpointing"],
+        zero_stage=planned["zero_optimization"]["stage"],
+    )
+    return {
+        label: evaluator.evaluate(layout, tuple(b - a for a, b in itertools.pairwise(edges))).step_s
+        for label, edges in stages.items()
     }
 
 

@@ -14,6 +14,7 @@ from dflop_ds.errors import ConfigError
 from dflop_ds.planning.advice import oversized_rows
 from dflop_ds.planning.evaluation import Evaluation
 from dflop_ds.planning.workload import Workload
+from dflop_ds.shapes import ShapeTable
 
 _CAP_MARGIN = 1.1
 """Other batches have somewhat larger microbatches than the drawn ones."""
@@ -58,19 +59,28 @@ def plan_config(
     result = copy.deepcopy(ds_config)
     batch_size = workload.batch_size
     fitting = np.setdiff1d(np.arange(len(workload.table)), oversized_rows(workload, plan, limit_bytes))
-    table = workload.table.take(fitting)
     replicas, count = layout.llm.data, layout.num_microbatches
     result["train_batch_size"] = batch_size
     result["train_micro_batch_size_per_gpu"] = batch_size // (replicas * count)
     result["gradient_accumulation_steps"] = count
     result["zero_optimization"] = {**(result.get("zero_optimization") or {}), "stage": layout.zero_stage}
-    block = result.setdefault(BLOCK, {})
-    block["enabled"] = True
+    result[BLOCK] = _dflop_block(result.get(BLOCK, {}), plan, workload.table.take(fitting), profile)
+    validate_for_pipeline(result)
+    parse_dflop(result)
+    BatchSizes.from_ds_config(result, replicas)
+    return result
+
+
+def _dflop_block(
+    given: dict[str, Any], plan: Evaluation, table: ShapeTable, profile: str | None
+) -> dict[str, Any]:
+    """The ``"dflop"`` block with the plan; `table` holds the samples that fit."""
+    block = {**given, "enabled": True}
     block["parallel"] = {
         **block.get("parallel", {}),
-        "pipeline_stages": layout.llm.pipeline,
+        "pipeline_stages": plan.layout.llm.pipeline,
         "split": list(plan.sizes),
-        "activation_checkpointing": layout.activation_checkpointing,
+        "activation_checkpointing": plan.layout.activation_checkpointing,
     }
     block["scheduler"] = {
         **block.get("scheduler", {}),
@@ -79,10 +89,7 @@ def plan_config(
     }
     if profile is not None:
         block["cost"] = {**block.get("cost", {}), "profile": profile}
-    validate_for_pipeline(result)
-    parse_dflop(result)
-    BatchSizes.from_ds_config(result, replicas)
-    return result
+    return block
 
 
 def _cap(largest_microbatch: int, samples: npt.NDArray[np.int64]) -> int:
