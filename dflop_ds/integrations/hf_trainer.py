@@ -103,7 +103,7 @@ class DflopCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the planned batches into the prepared loader."""
         self._close()
-        trainer = self._trainer or find_trainer(self)
+        trainer = self._trainer = self._trainer or find_trainer(self)
         loader = kwargs["train_dataloader"]
         check_trainer(trainer, loader)
         progress = self._stored_progress(state) if state.global_step else None
@@ -146,10 +146,10 @@ class DflopCallback(TrainerCallback, ExportableState):
         if self._session is None or self._is_logging or not logs or "loss" not in logs:
             return
         metrics = self._session.metrics.take()
-        if metrics:
+        if metrics and self._trainer is not None:
             self._is_logging = True
             try:
-                (self._trainer or find_trainer(self)).log(metrics)
+                self._trainer.log(metrics)
             finally:
                 self._is_logging = False
 

@@ -88,6 +88,13 @@ def test_ddp_equals_one_process(tmp_path: Path) -> None:
     assert max(gains) > 1.01  # the order was changed
 
 
+def test_ranks_that_would_train_on_different_plans_stop(tmp_path: Path) -> None:
+    cases = [case("differ", tmp_path, seed_shift=1)]
+    run_ranks("hf_trainer", {"cases": cases}, tmp_path, expect=1)
+    for rank in range(2):
+        assert "all ranks must act on the same plan of step 0" in (tmp_path / f"rank{rank}.log").read_text()
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_equals_one_process(stage: int, tmp_path: Path) -> None:
     cases = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def make_trainer(case: dict[str, Any], config: Any, dataset: SyntheticSamples, o
         logging_steps=1,
         save_strategy="steps" if case.get("save_steps") else "no",
         save_steps=case.get("save_steps", 500),
-        data_seed=SEED,
+        data_seed=SEED + case.get("seed_shift", 0) * int(os.environ.get("RANK", "0")),
         deepspeed=None if case.get("zero") is None else ds_config(case["zero"]),
         **{"num_train_epochs": 1, **case.get("arguments", {})},
     )
