@@ -97,9 +97,9 @@ class MicrobatchCost:
         values = dataclasses.astuple(self)
         if not all(0 <= value < math.inf for value in values) or not any(values[:3]):
             raise CostModelError(
-                "a microbatch cost must have finite, non-negative coefficients of which one depends on "
-                "the size, "
-                f"found {dataclasses.asdict(self)}. Measure again over more microbatches of different size."
+                "a microbatch cost must have finite, non-negative coefficients of which one depends on the "
+                f"size, found {dataclasses.asdict(self)}. Measure again over more microbatches of different "
+                "size."
             )
 
     def phases_s(self, sizes: MicrobatchSizes) -> FloatArray:

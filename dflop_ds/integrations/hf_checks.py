@@ -26,9 +26,8 @@ def check_trainer(trainer: Trainer, loader: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__len__"):
         raise ConfigError(
             "the training data must have a length and be indexed, found an iterable data set: samples "
-            "cannot be "
-            "exchanged within a global batch that is not known. Use a map-style data set, or remove the "
-            "callback."
+            "cannot be exchanged within a global batch that is not known. Use a map-style data set, or "
+            "remove the callback."
         )
     if isinstance(loader, DataLoaderDispatcher):
         raise ConfigError(
@@ -36,9 +35,8 @@ def check_trainer(trainer: Trainer, loader: Any) -> None:
         )
     if not isinstance(loader, DataLoaderShard):
         raise ConfigError(
-            f"the training loader must be prepared by accelerate, found {type(loader).__name__}. Use "
-            "the Trainer's "
-            "own get_train_dataloader."
+            f"the training loader must be prepared by accelerate, found {type(loader).__name__}. Use the "
+            "Trainer's own get_train_dataloader."
         )
     refused = {
         "args.n_gpu": (args.n_gpu, args.n_gpu <= 1, "Launch one process per GPU (torchrun or deepspeed)."),
@@ -82,8 +80,7 @@ def check_sampler(sampler: Any) -> None:
         raise ConfigError(
             "the training sampler must give an order that depends on its epoch alone, found "
             f"{type(sampler).__name__} without set_epoch. Keep accelerator_config "
-            "use_seedable_sampler=True, or give "
-            "the sampler a set_epoch method."
+            "use_seedable_sampler=True, or give the sampler a set_epoch method."
         )
 
 

@@ -66,8 +66,7 @@ def needed_flags(flags: Sequence[Sequence[int]], first: int = 0) -> list[int]:
     Parameters
     ----------
     flags : sequence of sequences of int
-        Per rank and slot. In the last slot every kind of the whole step is needed: there gradients are
-        reduced.
+        Per rank and slot. The last slot needs every kind of the whole step: gradients are reduced there.
     first : int
         Kinds that the first slot needs in any case.
     """
@@ -125,9 +124,8 @@ class DummyMedia:
             if num_tokens:
                 return Dummy(arguments, token_id, num_tokens)
         raise DataError(
-            f"a sample whose only media are {kind.key} must exist to keep ranks without any in step, "
-            "found none. "
-            "Add one to the training data."
+            f"a sample whose only media are {kind.key} must exist to keep ranks without any in step, found "
+            "none. Add one to the training data."
         )
 
 
@@ -145,8 +143,7 @@ def placeholder_id(model_config: Any, kind: MediaKind) -> int:
             return int(value)
     raise DataError(
         f"the model configuration must name its {kind.token} token ({kind.token}_token_id), found none. "
-        "Text-only "
-        f"microbatches cannot be combined with {kind.key} for this model."
+        f"Text-only microbatches cannot be combined with {kind.key} for this model."
     )
 
 

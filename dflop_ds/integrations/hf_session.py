@@ -41,10 +41,9 @@ class _Report:
 class StepSession:
     """Follows the Trainer through one call of ``train``.
 
-    Per optimizer step: the Trainer fetches its microbatches, all ranks exchange one small vector (plan
-    checksum,
-    supervised items, media present, measured times), microbatches are completed, and losses are weighted
-    where the model does not know the size of the global batch.
+    Per optimizer step: the Trainer fetches its microbatches; all ranks exchange one small vector (checksum of
+    the plan, supervised items, media present, measured times); microbatches are completed; losses are
+    weighted where the model does not know the size of the global batch.
 
     Parameters
     ----------
@@ -109,9 +108,8 @@ class StepSession:
         batches, num_items = original(self._masked(epoch_iterator, planned), num_batches, device)
         if len(batches) != planned.plan.num_microbatches:
             raise PlanError(
-                f"step {self._position} must have {planned.plan.num_microbatches} microbatches, the "
-                "loader gave "
-                f"{len(batches)} on rank {self.sampler.rank}. Use the Trainer's own training loop."
+                f"step {self._position} must have {planned.plan.num_microbatches} microbatches, the loader "
+                f"gave {len(batches)} on rank {self.sampler.rank}. Use the Trainer's own training loop."
             )
         report = self._exchange(planned, batches, device)
         self._calibrate(report)

@@ -100,8 +100,7 @@ def as_shape(value: SampleShape | Mapping[str, int] | int) -> SampleShape:
         return SampleShape("", 0, 0, int(value), int(value), int(value))
     raise DataError(
         f"shape_fn must return a SampleShape, a mapping of {_FIELDS} with llm_tokens, or a number of "
-        "tokens, found "
-        f"{value!r}. Correct shape_fn."
+        f"tokens, found {value!r}. Correct shape_fn."
     )
 
 

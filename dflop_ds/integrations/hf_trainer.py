@@ -112,9 +112,9 @@ class DflopCallback(TrainerCallback, ExportableState):
         sampler = BalancedBatchSampler(planner, args.process_index)
         if len(sampler) != len(loader):
             raise ConfigError(
-                f"an epoch must have {len(loader)} batches on rank {args.process_index}, as the Trainer "
-                "has counted, "
-                f"the callback would give {len(sampler)}. Keep accelerator_config even_batches=True."
+                f"an epoch must have {len(loader)} batches on rank {args.process_index}, as the Trainer has "
+                f"counted, the callback would give {len(sampler)}. Keep accelerator_config "
+                "even_batches=True."
             )
         replace_batch_sampler(loader, sampler)
         dummies = DummyMedia(trainer.model.config, _collate_one(loader), planner.media_candidates())
@@ -240,9 +240,8 @@ def _is_padded(loader: Any, table: ShapeTable, config: TrainerCallbackConfig) ->
         batch = loader.collate_fn([loader.dataset[row] for row in rows])
     if "input_ids" not in batch:
         raise ConfigError(
-            f"a batch must have input_ids to tell padding from packing, found {sorted(batch)}. Set "
-            "collator to "
-            "'padded' or 'packed'."
+            f"a batch must have input_ids to tell padding from packing, found {sorted(batch)}. Set collator "
+            "to 'padded' or 'packed'."
         )
     return batch["input_ids"].shape[0] > 1
 

@@ -17,8 +17,7 @@ _RELATIVE_GAIN = 1e-9
 
 
 def refine(step: RankStep, bins: Bins, cost: MicrobatchCost) -> Bins:
-    """Exchange samples between the bin that others wait for and the least loaded ones while the step gets
-    shorter.
+    """Exchange samples between late bins and light ones while the step gets shorter.
 
     Of all moves and swaps between two bins the one with the shortest predicted step is taken; among equals,
     the one that lowers the larger of the two bins. Hard limits are never broken, no bin becomes empty.

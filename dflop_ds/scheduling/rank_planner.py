@@ -54,8 +54,7 @@ class RankLayout:
         if self.batches_per_rank < 1:
             raise SchedulingError(
                 f"an epoch must hold at least one batch, found {self.num_samples} samples for "
-                f"{self.num_ranks} "
-                f"ranks of {self.batch_size}. Add data, or use smaller batches."
+                f"{self.num_ranks} ranks of {self.batch_size}. Add data, or use smaller batches."
             )
 
     @property
@@ -235,9 +234,8 @@ class RankPlanner:
             order = np.asarray(self._order_of(epoch), dtype=np.int64)
             if not np.array_equal(np.sort(order), np.arange(self.layout.num_samples)):
                 raise SchedulingError(
-                    f"the order of an epoch must name each of the {self.layout.num_samples} samples "
-                    "once, found "
-                    f"{len(order)} entries. Use a sampler without replacement over the whole data set."
+                    f"the order of an epoch must name each of the {self.layout.num_samples} samples once, "
+                    f"found {len(order)} entries. Use a sampler without replacement over the whole data set."
                 )
             self._orders = {epoch: order}
         return self._orders[epoch]

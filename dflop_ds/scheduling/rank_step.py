@@ -69,8 +69,8 @@ class RankStep:
         if min(len(self.llm_tokens), self.num_ranks, self.num_slots) < 1 or self.sync not in SYNC_POINTS:
             raise SchedulingError(
                 f"a step must have samples, ranks, slots and a sync point of {SYNC_POINTS}, found "
-                f"{len(self.llm_tokens)}, {self.num_ranks}, {self.num_slots} and {self.sync!r}. Correct "
-                "the step."
+                f"{len(self.llm_tokens)}, {self.num_ranks}, {self.num_slots} and {self.sync!r}. Correct the "
+                "step."
             )
         for name in ("llm_tokens", "encoder_inputs"):
             column = np.asarray(getattr(self, name), dtype=np.float64)
@@ -78,8 +78,7 @@ class RankStep:
             if column.shape != (len(self.llm_tokens),) or not (np.isfinite(column) & (column >= 0)).all():
                 raise SchedulingError(
                     f"{name} must hold one finite, non-negative number per sample, found shape "
-                    f"{column.shape}. "
-                    "Correct the shapes of the samples."
+                    f"{column.shape}. Correct the shapes of the samples."
                 )
 
     @property
