@@ -49,8 +49,8 @@ def plan_rank_bins(
 ) -> RankPlan:
     """Bins with the shortest predicted step.
 
-    Starts from equal sums of costs (best where samples are packed) and from runs of similar length (best where
-    they are padded), exchanges samples between bins, and keeps the data-blind bins where nothing is gained.
+    Starts from equal sums of costs (best for packed samples) and from runs of similar length (best for
+    padded ones), exchanges samples between bins, and keeps the data-blind bins where nothing is gained.
     Pure: the same step and costs give the same bins on every rank.
 
     Parameters
