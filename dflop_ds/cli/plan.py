@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflop_ds.cli.training import configured_training
 from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop, uses_bf16
 from dflop_ds.cost.files import read_json
 from dflop_ds.cost.layer_model import LayerCostModel
@@ -176,8 +177,6 @@ def make_workload(
     if profiles:
         layer_model = measured.pop(1)
         memory_model = _measured_memory(profiles[1][1], dims, memory_model)
-    if config.finetune.freeze or config.finetune.lora:
-        print("note: frozen parts are planned as if they were trained")
     return Workload(
         layers,
         ShapeTable.load(arguments.shapes),
@@ -190,6 +189,7 @@ def make_workload(
         reduce_bucket_values=_reduce_bucket_values(ds_config),
         checkpointed_profile=bool(profiles) and profiles[1][1].fingerprint.activation_checkpointing,
         measured=bool(profiles),
+        training=configured_training(ds_config, config),
         seed=arguments.seed,
     )
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from dflop_ds.cli.timeline import draw_timeline
+from dflop_ds.cli.training import configured_training
 from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, uses_bf16
 from dflop_ds.config.deepspeed_json import BATCH_KEYS
 from dflop_ds.cost.features import FloatArray
 from dflop_ds.cost.files import read_json
-from dflop_ds.cost.gradients import LayerTraining
 from dflop_ds.cost.memory import MemoryModel, TrainingSetting
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.split import configured_boundaries
@@ -204,20 +204,8 @@ def _model(
             activation_checkpointing=config.parallel.activation_checkpointing,
         ),
         profiled_checkpointing=profile.fingerprint.activation_checkpointing,
-        training=_training(ds_config, config),
+        training=configured_training(ds_config, config),
     )
-
-
-def _training(ds_config: dict[str, Any], config: DflopConfig) -> tuple[LayerTraining, ...] | None:
-    """What is trained of each layer; patterns are resolved against the model as training does it."""
-    if not config.finetune.freeze and config.finetune.lora is None:
-        return None
-    from dflop_ds.runtime.finetune import plan_finetuning
-    from dflop_ds.runtime.model_setup import layer_plans, read_model_config
-
-    plans = layer_plans(ds_config, config, read_model_config(config))
-    finetuning = plan_finetuning(config.finetune, plans)
-    return None if finetuning is None else finetuning.layers
 
 
 def _print_steps(what_if: WhatIf, steps: list[SimulatedStep], log: list[LoggedStep]) -> None:

@@ -50,6 +50,8 @@ def _kept_bytes(
     model, total = workload.memory_model, np.zeros(len(features))
     scale = workload.value_bytes / model.value_bytes
     for kind in dict.fromkeys(layers):
+        if not workload.training[kind].has_backward:
+            continue
         full = model.activation_bytes(kind, features) * scale
         if checkpointing:
             total = np.maximum(total, full)

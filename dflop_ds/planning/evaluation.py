@@ -247,7 +247,7 @@ class Evaluator:
         per_stage = [*all_degrees, *[layout.llm] * layout.llm.pipeline]
         tensor = np.array([degrees.tensor for degrees in per_stage])
         data = np.array([degrees.data for degrees in per_stage])
-        own = counts @ self.stages.parameters / tensor
+        own = counts @ self.stages.trained / tensor
         end = StepEnd(
             reduce_s=communication.reduce_s(hardware, tensor, data, own * workload.value_bytes),
             optimizer_s=communication.optimizer_s(hardware, own, data, np.full(len(data), layout.zero_stage)),

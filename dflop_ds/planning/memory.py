@@ -65,7 +65,8 @@ def stage_memories(
         features = bins.encoder if in_encoder else bins.llm
         if layout.num_microbatches < len(stages) - index:
             features = _largest(features, layout.num_microbatches)
-        whole = workload.memory_model.stage(stages, index, features, setting)
+        training = [workload.training[kind] for kind in stages[index]]
+        whole = workload.memory_model.stage(stages, index, features, setting, training)
         memories.append(_divided(whole, degrees, layout.activation_checkpointing))
     return memories
 

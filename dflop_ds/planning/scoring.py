@@ -114,7 +114,8 @@ class Scorer:
         depths, depth_at = np.unique(depth, return_inverse=True)
         grid = np.array([(t, b) for t in tensors for b in counts])
         slowest_s = np.empty((2, len(depths), len(grid)))
-        all_s, weights, kept = np.empty_like(slowest_s), *np.empty((2, 2, len(depths), 3))
+        all_s, weights, trained, kept = np.empty_like(slowest_s), *np.empty((3, 2, len(depths), 3))
+        stepped = np.empty((2, len(depths)))
         for option in np.unique(checkpointing).astype(int):
             totals_s = self.workload.layer_totals(grid[:, 0], bool(option), grid[:, 1])
             kept_bytes = self.workload.kept_bytes(bool(option))
@@ -123,20 +124,24 @@ class Scorer:
                 stage_s = held @ totals_s.T
                 slowest_s[option, index], all_s[option, index] = stage_s.max(axis=0), stage_s.sum(axis=0)
                 own = held @ self.stages.parameters
-                weights[option, index] = own[0], own.max(), own[-1]
+                picked = [0, int(own.argmax()), -1]
+                weights[option, index] = own[picked]
+                trained[option, index] = (held @ self.stages.trained)[picked]
+                stepped[option, index] = (held @ self.stages.trained).max()
                 kept[option, index] = (held @ kept_bytes)[[0, 0, -1]]
         option = checkpointing.astype(np.int64)
         at = (option, depth_at, tensor_at * len(counts) + bins_at)
         columns.slowest_s[rows] = slowest_s[at] / data
         columns.all_s[rows] = all_s[at] / data
-        first, largest, last = weights[at[:2]].T / tensor
+        largest = stepped[at[:2]] / tensor
+        parameters = np.stack([weights[at[:2]].T, trained[at[:2]].T]) / tensor
         hardware = self.workload.hardware
         columns.update_s[rows] = communication.reduce_s(
             hardware, tensor, data, largest * self.workload.value_bytes
         ) + communication.optimizer_s(hardware, largest, data, zero_stage)
         for target, factor in ((columns.least_bytes, 1.0), (columns.expected_bytes, uneven[rows])):
             target[rows] = self._stage_bytes(
-                name, rows, degrees, candidates, np.stack([first, largest, last]), kept[at[:2]].T * factor
+                name, rows, degrees, candidates, parameters, kept[at[:2]].T * factor
             )
 
     def _stage_bytes(
@@ -150,7 +155,8 @@ class Scorer:
     ) -> FloatArray:
         """Bytes of the first, the heaviest and the last stage of a part, the largest of the three.
 
-        `weights` are parameters of one GPU, `kept` activations of a whole batch, both of shape (3, n).
+        `weights` are parameters of one GPU, all and the trained ones of each stage, shape (2, 3, n); `kept`
+        are activations of a whole batch, shape (3, n).
         """
         tensor, depth, data = degrees.T
         count = candidates.num_microbatches[rows]
@@ -158,7 +164,8 @@ class Scorer:
         inner = np.where(candidates.checkpointing[rows], 1.0, inner_share(tensor))
         microbatch = kept / (data * count) * inner
         zero_stage = candidates.zero_stage[rows]
-        state = weights * self.workload.state_bytes_per_parameter(data, zero_stage)
+        state = weights[0] * self.workload.value_bytes
+        state = state + weights[1] * self.workload.state_bytes_per_parameter(data, zero_stage)
         # ZeRO-1 allocates its buffer whole.
         state = state + np.where(zero_stage == 1, 4.0 * self.workload.reduce_bucket_values, 0.0)
         first = state[0] + np.minimum(behind, count) * microbatch[0]

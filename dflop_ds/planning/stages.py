@@ -47,6 +47,8 @@ class StageTable:
         self.parameters = np.array(
             [workload.memory_model.parameters[kind] for kind in workload.kinds], dtype=np.float64
         )
+        shares = [workload.training[kind].trainable_share for kind in workload.kinds]
+        self.trained = self.parameters * np.array(shares)
 
     def part(self, name: str) -> Part:
         """Layers of "all", "encoder" or "llm"."""

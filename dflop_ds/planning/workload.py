@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
+from dflop_ds.cost.gradients import LayerTraining, backward_factor
 from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.cost.memory import MemoryModel, TrainingSetting, gradient_bytes, optimizer_bytes
 from dflop_ds.cost.prior import DIRECTIONS, OVERHEAD
@@ -67,6 +68,9 @@ class Workload:
         Whether the backward times of `layer_model` include a second forward.
     measured : bool
         Whether `layer_model` was fitted to measurements.
+    training : sequence of LayerTraining, optional
+        What is trained of each layer; by default everything. Layers of one kind count alike, with the mean
+        share of trained parameters.
     num_batches : int
         Global batches that are drawn; 0: about 4,096 samples in all, in 2 to 8 batches.
     seed : int
@@ -91,6 +95,7 @@ class Workload:
         reduce_bucket_values: int = 500_000_000,
         checkpointed_profile: bool = False,
         measured: bool = True,
+        training: Sequence[LayerTraining] | None = None,
         num_batches: int = 0,
         seed: int = 0,
     ) -> None:
@@ -111,6 +116,7 @@ class Workload:
             reduce_bucket_values=reduce_bucket_values,
             checkpointed_profile=checkpointed_profile,
             measured=measured,
+            training=training,
             num_batches=num_batches,
             seed=seed,
         )
@@ -126,6 +132,7 @@ class Workload:
         self.reduce_bucket_values = reduce_bucket_values
         self.checkpointed_profile = checkpointed_profile
         self.measured = measured
+        self.training = _by_kind(self.layers, training)
         rng = np.random.default_rng(seed)
         num_batches = num_batches or min(8, max(2, _DRAWN_SAMPLES // batch_size))
         # A batch holds every sample once; only a data set smaller than a batch repeats samples.
@@ -151,10 +158,10 @@ class Workload:
         return self._remake(table=self.table.take(rows))
 
     def state_bytes_per_parameter(self, data: IntArray, zero_stage: IntArray) -> FloatArray:
-        """Bytes of weight, gradient and optimizer state of a parameter, as the memory model counts them."""
+        """Bytes of gradient and optimizer state of a trained parameter, as the memory model counts them."""
         pairs, inverse = np.unique(2 * data + zero_stage, return_inverse=True)
         settings = [TrainingSetting(self.value_bytes, pair // 2, pair % 2) for pair in pairs.tolist()]
-        each = [self.value_bytes + gradient_bytes(one) + optimizer_bytes(one) for one in settings]
+        each = [gradient_bytes(one) + optimizer_bytes(one) for one in settings]
         return np.array(each, dtype=np.float64)[inverse]
 
     def kept_bytes(self, checkpointing: bool) -> FloatArray:
@@ -163,10 +170,16 @@ class Workload:
         Mean over the batches, of the batch taken as one microbatch: no bins keep less in their sum.
         """
         model, whole = self.memory_model, self._mean_batch
-        if checkpointing:
-            return np.array([model.input_bytes(kind, whole, self.value_bytes)[0] for kind in self.kinds])
         scale = self.value_bytes / model.value_bytes
-        return np.array([model.activation_bytes(kind, whole)[0] * scale for kind in self.kinds])
+
+        def kept(kind: str) -> float:
+            if not self.training[kind].has_backward:
+                return 0.0
+            if checkpointing:
+                return float(model.input_bytes(kind, whole, self.value_bytes)[0])
+            return float(model.activation_bytes(kind, whole)[0] * scale)
+
+        return np.array([kept(kind) for kind in self.kinds])
 
     @functools.cached_property
     def logits_bytes(self) -> float:
@@ -203,7 +216,7 @@ class Workload:
                 for direction in (0, 1)
             ]
             forward_s[index] = passes[0].reshape(shape[1:])
-            backward_s[index] = self._backward_s(passes[0], passes[1], checkpointing).reshape(shape[1:])
+            backward_s[index] = self._backward_s(kind, passes[0], passes[1], checkpointing).reshape(shape[1:])
         return LayerCosts(self.kinds, forward_s, backward_s)
 
     def layer_totals(self, tensor: IntArray, checkpointing: bool, num_bins: IntArray) -> FloatArray:
@@ -227,14 +240,18 @@ class Workload:
                 ]
             )
             passes /= self.num_batches
-            totals[:, index] = passes[:, 0] + self._backward_s(passes[:, 0], passes[:, 1], checkpointing)
+            forward_s, backward_s = passes.T
+            totals[:, index] = forward_s + self._backward_s(kind, forward_s, backward_s, checkpointing)
         return totals
 
-    def _backward_s(self, forward_s: FloatArray, backward_s: FloatArray, checkpointing: bool) -> FloatArray:
-        """Backward times with or without a second forward, whichever the profile has."""
-        if checkpointing == self.checkpointed_profile:
-            return backward_s
-        return np.maximum(backward_s + (forward_s if checkpointing else -forward_s), 0.0)
+    def _backward_s(
+        self, kind: str, forward_s: FloatArray, backward_s: FloatArray, checkpointing: bool
+    ) -> FloatArray:
+        """Backward times of what is trained, with or without a second forward, whichever the profile has."""
+        if checkpointing != self.checkpointed_profile:
+            backward_s = np.maximum(backward_s + (forward_s if checkpointing else -forward_s), 0.0)
+        state, dims = self.training[kind], self.memory_model.dims
+        return backward_s * float(backward_factor(kind, self._mean_batch, dims, state, checkpointing)[0])
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - as above
     def _work(self, kind: str, tensor: int) -> _Work:
@@ -255,6 +272,17 @@ class Workload:
                 work_s = work_s + TENSOR_REDUCTIONS * reduction_s
                 overhead_s = overhead_s + TENSOR_REDUCTIONS * (self.hardware.collective_latency_s + latency_s)
         return _Work(work_s, overhead_s, works)
+
+
+def _by_kind(layers: Sequence[str], training: Sequence[LayerTraining] | None) -> dict[str, LayerTraining]:
+    """State of a layer of each kind."""
+    states = [LayerTraining()] * len(layers) if training is None else training
+    found = {}
+    for kind in dict.fromkeys(layers):
+        own = [state for layer, state in zip(layers, states, strict=True) if layer == kind]
+        share = sum(state.trainable_share for state in own) / len(own)
+        found[kind] = LayerTraining(share, any(state.trainable_below for state in own))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

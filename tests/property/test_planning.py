@@ -4,12 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflop_ds.cost.gradients import layer_training
+from dflop_ds.planning.analytic import model_layers
 from dflop_ds.planning.candidates import enumerate_layouts
 from dflop_ds.planning.evaluation import Evaluator
 from dflop_ds.planning.layout import SearchSpace
 from dflop_ds.planning.scoring import Scorer
 from dflop_ds.planning.stages import StageTable
-from tests.support.planning import mixed_table, small_workload
+from tests.support.planning import DIMS, mixed_table, small_workload
 
 
 @settings(max_examples=15, deadline=None)
@@ -20,7 +22,10 @@ from tests.support.planning import mixed_table, small_workload
     data=st.data(),
 )
 def test_bounds_hold_for_every_layout(seed, num_gpus, batch_size, data):
-    stages = StageTable(small_workload(mixed_table(60, seed), batch_size, seed=seed))
+    layers = model_layers(DIMS)
+    trained = [data.draw(st.sampled_from([0, 1, 10])) for _ in layers]
+    training = data.draw(st.sampled_from([None, layer_training(trained, [10] * len(layers))]))
+    stages = StageTable(small_workload(mixed_table(60, seed), batch_size, seed=seed, training=training))
     candidates = enumerate_layouts(stages, SearchSpace(num_gpus, ("uniform", "separate"), 8))
     scores = Scorer(stages).scores(candidates)
     index = data.draw(st.integers(0, len(candidates) - 1))
