@@ -75,7 +75,7 @@ class Scorer:
         size = len(candidates)
         encoder = _Columns(*np.zeros((5, size)))
         llm = _Columns(*np.zeros((5, size)))
-        slowest, largest = self._unevenness(candidates)
+        coupled, joint, largest = self._unevenness(candidates)
         for name, rows, degrees, columns in (
             ("all", uniform, candidates.llm, llm),
             ("llm", ~uniform, candidates.llm, llm),
@@ -87,6 +87,8 @@ class Scorer:
         update_s = np.maximum(encoder.update_s, llm.update_s)
         fill_s = (encoder.all_s + llm.all_s - bottleneck_s) / candidates.num_microbatches
         depth = candidates.llm[:, 1] + candidates.encoder[:, 1]
+        # A single stage adds its layers up; several stages wait for the slower module of every microbatch.
+        slowest = np.where(depth == 1, joint, coupled)
         moved_s = 2.0 * (depth - 1) * self._send_s(candidates)
         return Scores(
             estimate_s=bottleneck_s * slowest + fill_s + moved_s + update_s,
@@ -197,25 +199,33 @@ class Scorer:
         num_boundaries = max(1, len(workload.layers) - 1)
         return sum(per_kind[kind] for kind in workload.layers[1:]) / num_boundaries / workload.num_batches
 
-    def _unevenness(self, candidates: Candidates) -> tuple[FloatArray, FloatArray]:
-        """Expected slowest replica and largest bin over their means, of the batches dealt into equal bins."""
+    def _unevenness(self, candidates: Candidates) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Of the batches dealt into equal bins, each over its mean: see `_dealt`."""
         data, count = candidates.llm[:, 2], candidates.num_microbatches
         base = self.workload.batch_size + 1
         unique, inverse = np.unique(data * base + count, return_inverse=True)
         factors = np.array([self._dealt(*divmod(key, base)) for key in unique.tolist()])
-        return factors[inverse, 0], factors[inverse, 1]
+        return factors[inverse, 0], factors[inverse, 1], factors[inverse, 2]
 
-    def _dealt(self, data: int, count: int) -> tuple[float, float]:
-        """Samples dealt in turn, back and forth, from the costliest down."""
+    def _dealt(self, data: int, count: int) -> tuple[float, float, float]:
+        """Samples dealt in turn, back and forth, from the costliest down.
+
+        Expected slowest replica if every bin counts as its heavier module and if modules add up, and the
+        largest bin if they add up.
+        """
         num_bins = data * count
-        worse = np.zeros((self.workload.num_batches, num_bins))
-        for module in self._descending_s:
-            rounds = module.reshape(len(worse), -1, num_bins).copy()
+        loads = []
+        for module in (*self._descending_s, sum(self._descending_s)):
+            rounds = np.asarray(module).reshape(self.workload.num_batches, -1, num_bins).copy()
             rounds[:, 1::2] = rounds[:, 1::2, ::-1]
             bins = rounds.sum(axis=1)
-            worse = np.maximum(worse, bins / np.maximum(bins.mean(axis=1, keepdims=True), 1e-300))
-        replicas = worse.reshape(len(worse), data, count).mean(axis=2)
-        return float(replicas.max(axis=1).mean()), float(worse.max(axis=1).mean())
+            loads.append(bins / np.maximum(bins.mean(axis=1, keepdims=True), 1e-300))
+        shape = (self.workload.num_batches, data, count)
+        coupled, joint = (
+            each.reshape(shape).mean(axis=2).max(axis=1).mean()
+            for each in (np.maximum(loads[0], loads[1]), loads[2])
+        )
+        return float(coupled), float(joint), float(loads[2].max(axis=1).mean())
 
     @functools.cached_property
     def _descending_s(self) -> tuple[FloatArray, FloatArray]:
