@@ -222,9 +222,7 @@ def budget_part(seed: int) -> list[dict[str, Any]]:
             space = SearchSpace(gpus, kinds, max_tensor)
             limit_bytes = 80e9 * HEADROOM
             short = search(workload, space, limit_bytes=limit_bytes, evaluator=evaluator)
-            whole = search(
-                workload, space, limit_bytes=limit_bytes, max_simulations=0, evaluator=evaluator
-            )
+            whole = search(workload, space, limit_bytes=limit_bytes, max_simulations=0, evaluator=evaluator)
             if short.best is None or whole.best is None:
                 raise SystemExit(f"no layout of {gpus} GPUs fits")
             rows.append(
@@ -240,7 +238,8 @@ def budget_part(seed: int) -> list[dict[str, Any]]:
             )
             print(
                 f"{gpus:>5}{8 * gpus:>6} {'runtime' if max_tensor == 1 else 'all':<9}"
-                f"{short.num_simulated:>10}{whole.num_simulated:>10}{rows[-1]['regret']:>8.2%}  {short.best.layout}"
+                f"{short.num_simulated:>10}{whole.num_simulated:>10}{rows[-1]['regret']:>8.2%}  "
+                f"{short.best.layout}"
             )
     return rows
 
