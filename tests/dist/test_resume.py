@@ -29,18 +29,19 @@ class Run:
         block = {
             "train": {"num_steps": NUM_STEPS, "output_dir": str(out), "save_every": 2, "resume": "auto"},
             "telemetry": {"plan_log": str(out / "plans.jsonl")},
+            "data": {"num_workers": 1},
             "cost": {"profile": str(profile) if profile.exists() else "auto"},
         }
         top = {"train_batch_size": BATCH, "optimizer": ADAM, "scheduler": WARMUP, **top}
         (out / "config.json").write_text(json.dumps(ds_config(demo_paths(demo), out, block, **top)))
 
-    def launch(self, strike: dict[str, Any] | None = None, expect: int = 0) -> list[set[int]]:
-        """Train until the end or the strike; the samples that each rank loaded."""
+    def launch(self, strike: dict[str, Any] | None = None, expect: int = 0) -> list[list[int]]:
+        """Train until the end or the strike; the samples that each rank loaded, in order."""
         self.num_launches += 1
         folder = self.out / f"launch{self.num_launches}"
         arguments = {"config_path": str(self.out / "config.json"), "strike": strike}
         run_ranks("interrupted", arguments, folder, expect=expect)
-        return [{int(i) for i in (folder / f"loaded{rank}").read_text().split()} for rank in (0, 1)]
+        return [[int(i) for i in (folder / f"loaded{rank}").read_text().split()] for rank in (0, 1)]
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -52,10 +53,9 @@ class Run:
         return (self.out / "checkpoints" / "latest").read_text()
 
 
-def samples(steps: range) -> set[int]:
-    """What the global batches of these steps (from 1) hold, by the order alone."""
-    order = EpochOrder(24, BATCH, seed=SEED)
-    return {int(i) for step in steps for i in order.batch(step - 1).positions}
+def samples(step: int) -> set[int]:
+    """What the global batch of a step (from 1) holds, by the order alone."""
+    return set(EpochOrder(24, BATCH, seed=SEED).batch(step - 1).positions.tolist())
 
 
 def test_killed_stopped_and_killed_again(tiny_demo: Any, tmp_path: Path) -> None:
@@ -78,7 +78,8 @@ def test_killed_stopped_and_killed_again(tiny_demo: Any, tmp_path: Path) -> None
     assert not list((run.out / "checkpoints").glob(".*"))
     assert run.losses == whole.losses[:stopped]
     for rank in loaded:
-        assert rank == samples(range(3, stopped + 1))
+        for number, step in enumerate(range(3, stopped + 1)):
+            assert set(rank[number * BATCH : (number + 1) * BATCH]) == samples(step)
 
     run.launch({"signal": "SIGKILL", "ranks": [0, 1], "step": 7 - stopped}, expect=-9)
     run.launch()

@@ -29,7 +29,8 @@ def counted(owner, name, number):
         calls += 1
         if calls == number:
             for other in sorted(strike["ranks"], key=rank.__eq__):  # this rank last
-                os.kill(int((out / f"pid{other}").read_text()), signal.Signals[strike["signal"]])
+                # The data workers of the rank get the signal as well, as they do from a terminal.
+                os.killpg(int((out / f"pid{other}").read_text()), signal.Signals[strike["signal"]])
             time.sleep(0.3)
         return original(*args, **kwargs)
 
