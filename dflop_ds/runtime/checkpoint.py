@@ -128,11 +128,6 @@ def load(
     **options
         Passed to ``read``.
 
-    Returns
-    -------
-    tuple
-        Path and client state, as DeepSpeed's.
-
     Raises
     ------
     ModelError
@@ -149,20 +144,18 @@ def load(
             str(folder), tag, load_module_only=weights_only, load_optimizer_states=with_optimizer, **options
         )
     saved = distributed.together(lambda: _checked(engine, directory, weights_only))
+    options |= {"load_module_only": weights_only, "load_optimizer_states": False}
     try:
-        result = read(
-            str(directory.parent),
-            directory.name,
-            load_module_only=weights_only,
-            load_optimizer_states=False,
-            **options,
-        )
+        result = read(str(directory.parent), directory.name, **options)
     except RuntimeError as error:  # other shapes or names than those of the model
         raise ModelError(
             f"the checkpoint {directory} must be whole and of this model, found {error}; name another one."
         ) from error
     if weights_only:
         return result
+    if engine.optimizer is not None and compat.keeps_partitions(engine.optimizer):
+        # Of a bf16 pipeline without ZeRO, DeepSpeed forgets the fp32 copies.
+        engine.optimizer.refresh_fp32_params()
     if with_optimizer:
         distributed.together(lambda: optimizer_state.restore(engine, saved))
     _restore_progress(engine, saved)

@@ -88,8 +88,8 @@ def _restore_partitions(engine: Any, saved: SavedCheckpoint) -> list[str]:
             unknown.append(name)
             continue
         own, place = slice(own_start, own_start + length), slice(start, start + length)
-        if found.master is not None:
-            flats[group].data[place] = found.master[own].to(flats[group].device)
+        master = saved.weight_of(name).flatten() if found.master is None else found.master
+        flats[group].data[place] = master[own].to(flats[group])
         _fill_state(base.state[flats[group]], flats[group], found, parameter, own, place)
         known_options.setdefault(group, found.options)
     for group, options in known_options.items():

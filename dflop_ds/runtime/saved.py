@@ -133,6 +133,14 @@ class SavedCheckpoint:
         found = self.parameter(f"{owner}.{local_name}")
         return None if found is None else found.master
 
+    def weight_of(self, name: str) -> torch.Tensor:
+        """One weight as it was trained, by its name in the pipeline module."""
+        owner, _, local_name = name.partition(".")
+        if owner != "tied_modules":
+            return self.weight(int(owner), local_name)
+        tied_key, _, local_name = local_name.partition(".")
+        return self.weight(self.main["layout"]["tied_keys"].index(tied_key), local_name)
+
     def parameter(self, name: str) -> SavedParameter | None:
         """State of a parameter by its name in the pipeline module; None if it was not trained."""
         pieces = self._pieces.get(name)

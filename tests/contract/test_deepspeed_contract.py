@@ -311,6 +311,7 @@ def test_partitions_know_their_place() -> None:
         source = inspect.getsource(optimizer)
         assert "dp_process_group" in source
         assert "_hp_mapping" in source
+        assert callable(optimizer.refresh_fp32_params)
         for key in ("BASE_OPTIMIZER_STATE", "SINGLE_PARTITION_OF_FP32_GROUPS"):
             assert f"state_dict[{key}]" in source
     assert constants.OPTIMIZER_STATE_DICT == "optimizer_state_dict"

@@ -93,6 +93,13 @@ def test_other_stages_replicas_and_precision(tiny_demo: Any, tied_model: Path, t
     assert other[0]["batches"] == expected(2)
     assert other[0]["losses"] == pytest.approx(first[0]["next"], rel=1e-6)
 
+    rounded = launch("rounded", 2, [6, 3], load="first", **BF16)
+    loaded = everything(tmp_path / "rounded", "loaded")
+    for name, value in whole.items():
+        if name.endswith(("exp_avg", "exp_avg_sq", "master")):
+            assert np.array_equal(loaded[name], value), name
+    assert rounded[0]["losses"] == pytest.approx(first[0]["next"], rel=2e-2)
+
     replicas = launch("replicas", 1, "auto", load="other", **ZERO1)
     assert_equal(everything(tmp_path / "replicas", "loaded"), everything(tmp_path / "other", "trained"))
     assert replicas[0]["batches"] == expected(4)
