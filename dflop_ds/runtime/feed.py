@@ -181,6 +181,7 @@ class PlanFeed:
         if self._in_process and isinstance(planner, StepPlanner) and planner.policy == "cp_sat":
             hang_after_s = max(_LEAST_HANG_S, _HANG_DEADLINES * self._deadline_s)
             self.solver = SolverProcess(planner, hang_after_s=hang_after_s)
+            self.solver.start()
         self._service = PlanService(
             planner.plan if self.solver is None else self.solver.plan,
             planner.fallback,

@@ -95,12 +95,24 @@ class SolverProcess:
         self.num_failures = 0
         self.num_started = 0
         self._failures_in_a_row = 0
+        self._has_planner = False
 
     @property
     def pid(self) -> int | None:
         """Process id, or None where none runs."""
         process = self._handle.process
         return None if process is None else process.pid
+
+    def start(self) -> None:
+        """Start the process now, in the calling thread, before the first plan is asked for.
+
+        A process that is forked by one thread while another starts a program keeps a pipe of that start
+        open, for which the other thread then waits: start before data workers are forked.
+        """
+        try:
+            self._start()
+        except OSError as error:
+            logger.warning("the solver process could not be started yet: %s", error)
 
     def plan(self, step: int) -> PlannedStep:
         """Plan of a step.
@@ -146,12 +158,14 @@ class SolverProcess:
                 start_new_session=True,
             )
         self.num_started += 1
+        self._has_planner = False
         return process
 
     def _ask(self, request: bytes) -> bytes:
         process, frames = self._handle.process, [request]
         if process is None:
             process = self._start()
+        if not self._has_planner:
             frames.insert(0, transport.pack_planner(self._planner))
         if process.stdin is None or process.stdout is None:
             raise _Broken("it has no pipes")
@@ -165,6 +179,7 @@ class SolverProcess:
                 transport.write_frame(process.stdin, frame)
         finally:
             watchdog.cancel()
+        self._has_planner = True
         return _Reader(process.stdout, end_s).frame()
 
 

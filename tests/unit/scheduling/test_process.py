@@ -172,3 +172,20 @@ def test_after_two_late_plans_nobody_waits():
         assert max(exposed_s[2:]) < 0.09
         time.sleep(1.0)
         assert service.get(5).value == "plan 5"
+
+
+def test_a_process_that_was_started_early_gets_the_planner_with_the_first_request() -> None:
+    planner = _planner()
+    solver = SolverProcess(planner)
+    solver.start()
+    pid = solver.pid
+    assert pid is not None
+    for step in (0, 1):
+        assert solver.plan(step).plan == planner.plan(step).plan
+    assert (solver.pid, solver.num_started, solver.num_failures) == (pid, 1, 0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SchedulingError, match="replaced"):
+        solver.plan(2)
+    assert solver.plan(2).plan == planner.plan(2).plan
+    assert solver.num_started == 2
+    solver.close()
