@@ -48,6 +48,7 @@ class AudioEmbed(PipelineLayer):
 
     def forward(self, carry: Carry) -> Carry:
         frames, vector = carry
+        frames = frames.to(self.conv1.weight.dtype)
         layout = PackedLayout.decode(vector)
         if not layout.media:
             # No frames, but a path for the gradient.

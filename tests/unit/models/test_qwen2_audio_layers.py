@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2AudioForConditionalGeneration
 
-from benchmarks.parity.qwen2_audio import make_config
+from benchmarks.parity.qwen2_audio import AUDIO_ID, MEL_BINS, VOCAB, make_config
 from dflop_ds.config.finetune import FinetuneConfig
 from dflop_ds.data.layout import PackedLayout
 from dflop_ds.errors import ModelError
-from dflop_ds.families.qwen2_audio import FAMILY
+from dflop_ds.families.qwen2_audio import FAMILY, Qwen2AudioRule
 from dflop_ds.models.qwen2_audio import pipeline_layers
 from dflop_ds.models.weights import Checkpoint, load_layers
 from dflop_ds.runtime.finetune import plan_finetuning
@@ -83,6 +83,18 @@ def test_a_microbatch_without_recordings_keeps_the_path_of_the_gradient() -> Non
     for layer in (layers[0], layers[3]):
         trained = [p for p in layer.parameters() if p.requires_grad]
         assert all(p.grad is not None and not p.grad.any() for p in trained)
+
+
+def test_a_bf16_model_takes_fp32_frames() -> None:
+    """The media tensor is fp32 whatever the weights are."""
+    item = Qwen2AudioRule.from_config(make_config().to_dict()).audio(9_000)
+    ids = torch.cat([torch.arange(3), torch.full((item.num_tokens,), AUDIO_ID)])
+    layout = PackedLayout(0, (len(ids),), (item,), ids, torch.arange(3))
+    carry = (torch.randn(item.num_rows, MEL_BINS), layout.encode())
+    for plan in pipeline_layers(make_config()):
+        carry = plan.build().bfloat16()(carry)
+    assert carry.dtype == torch.bfloat16
+    assert carry.shape == (3, VOCAB)
 
 
 def test_refused_configurations_name_the_value() -> None:
