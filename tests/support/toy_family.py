@@ -94,7 +94,7 @@ class Embed(PipelineLayer):
 
     def forward(self, carry: Carry) -> Carry:
         rows, vector = carry
-        return self.linear(rows), vector
+        return self.linear(rows.to(self.linear.weight.dtype)), vector
 
     def hf_prefixes(self) -> dict[str, str]:
         return {"linear": "encoder.embed"}
