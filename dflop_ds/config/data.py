@@ -24,6 +24,15 @@ class DataConfig(Block):
     media_root: NonEmptyStr | None = Field(
         default=None, description="Folder that media paths are relative to. null: the folder of train_path."
     )
+    streaming: bool = Field(
+        default=False,
+        description="Read train_path, a data set saved by the package datasets, as a stream: nothing is "
+        "scanned before training.",
+    )
+    stream_window: PositiveInt = Field(
+        default=4,
+        description="Global batches of a stream that are read ahead, shuffled and planned together (count).",
+    )
     max_frames: PositiveInt = Field(
         default=32, description="Upper limit of frames taken from one video (count)."
     )

@@ -198,6 +198,12 @@ class LlavaDataset(Dataset[LoadedSample]):
         light.load_media = False
         return light
 
+    def with_records(self, records: Records) -> LlavaDataset:
+        """The same settings over other records."""
+        other = copy.copy(self)
+        other._records = records
+        return other
+
     def fingerprint(self) -> str:
         """Checksum of everything but the media files that decides shapes."""
         parts = [

@@ -24,25 +24,6 @@ class HubRecords:
         check_columns(dataset)
         self._dataset = dataset.with_format("arrow")
 
-    @classmethod
-    def open(cls, path: Path) -> HubRecords:
-        """Open a folder written by ``save_to_disk``, or a Parquet file.
-
-        Raises
-        ------
-        DataError
-            If it cannot be read.
-        """
-        datasets = require_datasets()
-        try:
-            if path.is_dir():
-                return cls(datasets.load_from_disk(str(path)))
-            return cls(datasets.Dataset.from_parquet(str(path)))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path} must be a data set that datasets can read, found {error}; save it again."
-            ) from error
-
     def __len__(self) -> int:
         return len(self._dataset)
 
@@ -56,6 +37,25 @@ class HubRecords:
     def fingerprint(self) -> list[Any]:
         """What ``datasets`` itself tells its caches apart by."""
         return [self._dataset._fingerprint]
+
+
+def load_hub_set(path: Path) -> Any:
+    """The data set in a folder written by ``save_to_disk``, or in a Parquet file.
+
+    Raises
+    ------
+    DataError
+        If it cannot be read.
+    """
+    datasets = require_datasets()
+    try:
+        if path.is_dir():
+            return datasets.load_from_disk(str(path))
+        return datasets.Dataset.from_parquet(str(path))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} must be a data set that datasets can read, found {error}; save it again."
+        ) from error
 
 
 class MemoryRecords:

@@ -66,7 +66,7 @@ class ProbeResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Finding:
+class Finding:
     """Outcome for one sample: a shape, or the reason why there is none."""
 
     sample_id: str
@@ -75,7 +75,7 @@ class _Finding:
     stamp: int
 
 
-class _Scanner(Dataset[_Finding]):
+class _Scanner(Dataset[Finding]):
     """Findings by data set position, for a data loader whose workers share the work."""
 
     def __init__(self, dataset: LlavaDataset, indices: Sequence[int], scan: Scan) -> None:
@@ -86,25 +86,68 @@ class _Scanner(Dataset[_Finding]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, position: int) -> _Finding:
-        index = self._indices[position]
-        sample_id = self._dataset.sample_id(index)
-        stamp = media_stamp(self._dataset, index)
-        try:
-            shape = self._dataset.shape(index)
-            if self._scan == "decode":
-                self._dataset.check_media(index)
-        except DataError as error:
-            return _Finding(sample_id, None, str(error), MISSING_STAMP)
-        except ConfigError:
-            raise
-        except Exception as error:  # hostile content may fail anywhere; the sample must be named
-            logger.debug("sample %s", sample_id, exc_info=True)
-            found = DataError(
-                f"it must be readable, found {type(error).__name__}: {error}; repair it.", sample_id
-            )
-            return _Finding(sample_id, None, str(found), MISSING_STAMP)
-        return _Finding(sample_id, shape, "", stamp)
+    def __getitem__(self, position: int) -> Finding:
+        return examine(self._dataset, self._indices[position], self._scan)
+
+
+def examine(dataset: LlavaDataset, index: int, scan: Scan) -> Finding:
+    """Look at one sample; whatever is wrong with it is a reason, not an error."""
+    sample_id = dataset.sample_id(index)
+    stamp = media_stamp(dataset, index)
+    try:
+        shape = dataset.shape(index)
+        if scan == "decode":
+            dataset.check_media(index)
+    except DataError as error:
+        return Finding(sample_id, None, str(error), MISSING_STAMP)
+    except ConfigError:
+        raise
+    except Exception as error:  # hostile content may fail anywhere; the sample must be named
+        logger.debug("sample %s", sample_id, exc_info=True)
+        found = DataError(
+            f"it must be readable, found {type(error).__name__}: {error}; repair it.", sample_id
+        )
+        return Finding(sample_id, None, str(found), MISSING_STAMP)
+    return Finding(sample_id, shape, "", stamp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Which samples are usable, and what happens to the others; see :func:`probe`.
+
+    Attributes
+    ----------
+    max_tokens : int
+    max_encoder_inputs : int or None
+    broken, oversized : {"error", "drop"}
+    scan : {"headers", "decode"}
+    """
+
+    max_tokens: int
+    max_encoder_inputs: int | None = None
+    broken: Policy = "error"
+    oversized: Policy = "error"
+    scan: Scan = "headers"
+
+    def usable(self, dataset: LlavaDataset, index: int) -> SampleShape | None:
+        """Shape of one sample; None, with a warning, where it is dropped.
+
+        Raises
+        ------
+        DataError
+            If it is not usable and the policy is "error".
+        """
+        finding = examine(dataset, index, self.scan)
+        shape = finding.shape
+        reason = finding.reason
+        if shape is not None:
+            reason = excess(shape, self.max_tokens, self.max_encoder_inputs)
+        if not reason:
+            return shape
+        if (self.broken if shape is None else self.oversized) == "error":
+            raise DataError(reason)
+        logger.warning("dropped [%d] %s", index, reason)
+        return None
 
 
 def probe(
@@ -156,7 +199,7 @@ def probe(
     problems: dict[Policy, list[DroppedSample]] = {"error": [], "drop": []}
     for index, finding in enumerate(findings):
         shape = finding.shape
-        reason = finding.reason if shape is None else _excess(shape, max_tokens, max_encoder_inputs)
+        reason = finding.reason if shape is None else excess(shape, max_tokens, max_encoder_inputs)
         if reason:
             policy = broken if shape is None else oversized
             problems[policy].append(DroppedSample(index, finding.sample_id, reason))
@@ -168,7 +211,7 @@ def probe(
     return ProbeResult(_kept_table(findings, kept), np.array(kept, dtype=np.int64), tuple(problems["drop"]))
 
 
-def _kept_table(findings: list[_Finding], kept: list[int]) -> ShapeTable:
+def _kept_table(findings: list[Finding], kept: list[int]) -> ShapeTable:
     if not kept:
         raise DataError(
             f"a data set must have at least one usable sample, found {len(findings)} and all of them "
@@ -201,7 +244,7 @@ def _check_options(
 
 def _scan_all(
     dataset: LlavaDataset, scan: Scan, processes: int, cache: Path | None, progress: bool
-) -> list[_Finding]:
+) -> list[Finding]:
     """Findings of every sample, in data set order, from the cache where it still holds."""
     fingerprint = f"{scan}:{dataset.fingerprint()}"
     known = load_shapes(cache, fingerprint, dataset) if cache is not None else {}
@@ -210,7 +253,7 @@ def _scan_all(
     findings = [
         fresh[index]
         if index in fresh
-        else _Finding(known[index][0].sample_id, known[index][0], "", known[index][1])
+        else Finding(known[index][0].sample_id, known[index][0], "", known[index][1])
         for index in range(len(dataset))
     ]
     if cache is not None and pending:
@@ -220,7 +263,7 @@ def _scan_all(
 
 def _scan(
     dataset: LlavaDataset, indices: Sequence[int], scan: Scan, processes: int, progress: bool
-) -> Iterable[_Finding]:
+) -> Iterable[Finding]:
     loader: DataLoader[Any] = DataLoader(
         _Scanner(dataset, indices, scan),
         batch_size=_BATCH_SAMPLES,
@@ -234,7 +277,7 @@ def _scan(
             yield from batch
 
 
-def _excess(shape: SampleShape, max_tokens: int, max_encoder_inputs: int | None) -> str:
+def excess(shape: SampleShape, max_tokens: int, max_encoder_inputs: int | None) -> str:
     """Why a sample is too large, or an empty text."""
     reasons = []
     if shape.llm_tokens > max_tokens:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dflop_ds.data.hub_records import HubRecords
+from dflop_ds.data.hub_records import HubRecords, load_hub_set
 from dflop_ds.data.mixture import MIXTURE_KEY, Mixture, load_mixture_file
 from dflop_ds.errors import DataError
 
@@ -50,7 +50,7 @@ def open_records(path: str | Path, seed: int = 0) -> Records:
     """
     path = Path(path)
     if os.path.isdir(path) or path.suffix == ".parquet":
-        return HubRecords.open(path)
+        return HubRecords(load_hub_set(path))
     if path.suffix in _MIXTURE_SUFFIXES:
         _check_exists(path)
         return Mixture(path, load_mixture_file(path), seed=seed, open_file=_open_file)

@@ -72,7 +72,8 @@ def save(
             for left in folder.glob(f"{_UNFINISHED}*"):
                 shutil.rmtree(left)
         result = write(str(folder), tag=unfinished.name, save_latest=False, **options)
-    distributed.together(lambda: _write_own_files(engine, unfinished, keeper))
+    stream = json.loads(distributed.on_first_rank(lambda: json.dumps(_stream_state(engine)).encode()))
+    distributed.together(lambda: _write_own_files(engine, unfinished, keeper, stream))
 
     def finish() -> None:
         with naming_folder(folder):
@@ -211,11 +212,19 @@ def _without_pointer(folder: Path) -> Path | None:
     return newest
 
 
-def _write_own_files(engine: Any, directory: Path, keeper: bool) -> None:
+def _stream_state(engine: Any) -> dict[str, Any] | None:
+    """Where a stream is, and the window that is being trained (rank 0)."""
+    if engine.data_plan is None or engine.data_plan.records is None:
+        return None
+    state: dict[str, Any] = engine.data_plan.planner.state(engine.feed.step)
+    return state
+
+
+def _write_own_files(engine: Any, directory: Path, keeper: bool, stream: dict[str, Any] | None) -> None:
     with naming_folder(directory.parent):
         _write_json(directory / RANK_FILES.format(engine.global_rank), _of_rank(engine))
         if keeper:
-            _write_json(directory / MAIN_FILE, _of_run(engine))
+            _write_json(directory / MAIN_FILE, {**_of_run(engine), "stream": stream})
 
 
 def publish(folder: Path, tag: str, save_latest: bool) -> None:
@@ -297,6 +306,11 @@ def _checked(engine: Any, directory: Path, weights_only: bool) -> SavedCheckpoin
     if saved.main["position"] is not None and engine.feed is not None and not weights_only:
         position = SamplerPosition.from_json(saved.main["position"])
         position.require_same_sequence(SamplerPosition.of(engine.data_plan.planner, position.step))
+        if (saved.main.get("stream") is None) != (engine.data_plan.records is None):
+            raise ConfigError(
+                "a run over a stream must be resumed with a stream, and any other without, found the "
+                "opposite; change the training data back."
+            )
     return saved
 
 
@@ -305,6 +319,7 @@ def _restore_progress(engine: Any, saved: SavedCheckpoint) -> None:
     if engine.adaptive is not None and saved.main["correction"] is not None:
         engine.adaptive.load_state_dict(saved.main["correction"])
     if position is not None and feed is not None:
+        _restore_stream(engine, saved)
         plans = [StepPlan.decode(plan) for plan in saved.main["plans"]]
         valid = all(engine.data_plan.planner.accepts(plan) for plan in plans)
         feed.go_to(position["step"], plans if valid else [])
@@ -317,6 +332,16 @@ def _restore_progress(engine: Any, saved: SavedCheckpoint) -> None:
     if engine.telemetry is not None:
         engine.telemetry.num_steps = own["num_measured_steps"]
     random_state.restore(own["random"], engine.device)
+
+
+def _restore_stream(engine: Any, saved: SavedCheckpoint) -> None:
+    """Bring the stream to the window that was being trained, on every rank."""
+    stream, records = saved.main.get("stream"), engine.data_plan.records
+    if records is None or stream is None:
+        return
+    engine.feed.close()
+    engine.data_plan.planner.restore(stream)
+    distributed.together(lambda: records.restore(stream["records"]))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dflop_ds.config import DflopConfig
 from dflop_ds.data.collate import PackedCollator
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.data.hub_records import as_records
-from dflop_ds.data.probe import ProbeResult, probe
+from dflop_ds.data.probe import Limits, ProbeResult, probe
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.families import import_families
 from dflop_ds.runtime import distributed
@@ -63,17 +63,29 @@ def scan_shapes(
     dataset: LlavaDataset, config: DflopConfig, model_config: Any, shape_cache: str | None
 ) -> ProbeResult:
     """Shapes of a data set within the limits of the configuration and of the model's positions."""
-    limits = (config.data.max_tokens, _number(config.scheduler.max_tokens_per_microbatch))
-    longest = int(model_config.get_text_config().max_position_embeddings)
+    limits = sample_limits(config, model_config)
     return probe(
         dataset,
+        max_tokens=limits.max_tokens,
+        max_encoder_inputs=limits.max_encoder_inputs,
+        broken=limits.broken,
+        oversized=limits.oversized,
+        scan=limits.scan,
+        processes=config.data.scan_processes,
+        cache=shape_cache,
+    )
+
+
+def sample_limits(config: DflopConfig, model_config: Any) -> Limits:
+    """Which samples are usable, by the configuration and by the model's positions."""
+    limits = (config.data.max_tokens, _number(config.scheduler.max_tokens_per_microbatch))
+    longest = int(model_config.get_text_config().max_position_embeddings)
+    return Limits(
         max_tokens=min([longest, *(limit for limit in limits if limit is not None)]),
         max_encoder_inputs=_number(config.scheduler.max_encoder_inputs_per_microbatch),
         broken=config.data.broken,
         oversized=config.data.oversized,
         scan=config.data.scan,
-        processes=config.data.scan_processes,
-        cache=shape_cache,
     )
 
 

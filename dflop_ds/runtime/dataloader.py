@@ -141,7 +141,7 @@ class _Drawn:
     def __init__(self, feed: PlanFeed) -> None:
         self.feed = feed
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         return self.feed.bins()
 
 

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from dflop_ds.config import DflopConfig
 from dflop_ds.data.layout import PackedLayout
 from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.data.stream import StreamRecords
 from dflop_ds.errors import PlanError
 from dflop_ds.runtime import checkpoint, compat
 from dflop_ds.runtime.adaptive import AdaptivePlanner
@@ -25,6 +26,7 @@ from dflop_ds.runtime.report import PlanLog, forget_other_ranks, open_rank_log
 from dflop_ds.runtime.telemetry import Telemetry
 from dflop_ds.scheduling.plan_log import rank_log
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
+from dflop_ds.scheduling.windows import StreamPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +40,13 @@ class DataPlan:
     config : DflopConfig
     planner : StepPlanner
         The same on every rank; rank 0 alone solves with it.
+    records : StreamRecords or None
+        Where the data are a stream; its planner is a ``StreamPlanner``.
     """
 
     config: DflopConfig
-    planner: StepPlanner
+    planner: StepPlanner | StreamPlanner
+    records: StreamRecords | None = None
 
 
 class DflopPipelineEngine(PipelineEngine):
@@ -192,7 +197,9 @@ class DflopPipelineEngine(PipelineEngine):
             self._loader.close()
         super().destroy()
 
-    def _open_log(self, planner: StepPlanner, path: str | None) -> Callable[[PlannedStep], None] | None:
+    def _open_log(
+        self, planner: StepPlanner | StreamPlanner, path: str | None
+    ) -> Callable[[PlannedStep], None] | None:
         if path is None:
             return None
         own = rank_log(Path(path), self.global_rank)
@@ -200,8 +207,11 @@ class DflopPipelineEngine(PipelineEngine):
             self._log = open_rank_log(own)
             return None
         forget_other_ranks(own, self.world_size)
-        names = dict(zip(planner.rows.tolist(), planner.table.sample_ids, strict=True))
-        self._log = PlanLog(own, names)
+        if isinstance(planner, StreamPlanner):
+            self._log = PlanLog(own, planner.names)
+        else:
+            names = dict(zip(planner.rows.tolist(), planner.table.sample_ids, strict=True))
+            self._log = PlanLog(own, names)
         return self._log.append
 
     def _wants_telemetry(self) -> bool:
@@ -237,7 +247,8 @@ class DflopPipelineEngine(PipelineEngine):
             return
         config, planner = self.data_plan.config, self.data_plan.planner
         replica = self.grid.get_data_parallel_rank()
-        if config.cost.adaptive:
+        loads = self.is_first_stage() or self.is_last_stage()
+        if isinstance(planner, StepPlanner) and config.cost.adaptive:
             self.adaptive = AdaptivePlanner(planner, self.stage_id, replica, self.num_stages)
         self.feed = PlanFeed(
             self.adaptive or planner,
@@ -246,8 +257,9 @@ class DflopPipelineEngine(PipelineEngine):
             replica=replica,
             on_plan=self._open_log(planner, config.telemetry.plan_log),
             in_process=config.scheduler.solver == "process",
+            records=self.data_plan.records if loads else None,
         )
-        if not (self.is_first_stage() or self.is_last_stage()):
+        if not loads:
             return
         self._loader = DflopDataLoader(
             dataset if self.is_first_stage() else dataset.without_media(),

@@ -6,11 +6,13 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from deepspeed import comm as dist
 
+from dflop_ds.data.stream import StreamRecords
 from dflop_ds.errors import DflopError, PlanError
 from dflop_ds.runtime import distributed
 from dflop_ds.runtime.adaptive import AdaptivePlanner
@@ -19,6 +21,7 @@ from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 from dflop_ds.scheduling.process import SolverProcess
 from dflop_ds.scheduling.service import PlanService
+from dflop_ds.scheduling.windows import StreamPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class PlanFeed:
 
     Parameters
     ----------
-    planner : StepPlanner, AdaptivePlanner or None
+    planner : StepPlanner, AdaptivePlanner, StreamPlanner or None
         Needed on rank 0 only.
     lookahead : int
         Steps between the broadcast of a plan and its use.
@@ -66,18 +69,22 @@ class PlanFeed:
     on_plan : callable, optional
         Told of every plan on rank 0, in the order of the steps.
     in_process : bool
-        Let rank 0 solve in a process of its own where the policy is "cp_sat", not in a thread.
+        Let rank 0 solve in a process of its own where the policy is "cp_sat", not in a thread; a stream is
+        planned in a thread.
+    records : StreamRecords, optional
+        Stream that this rank draws its samples from; it learns of every plan.
     """
 
     def __init__(
         self,
-        planner: StepPlanner | AdaptivePlanner | None,
+        planner: StepPlanner | AdaptivePlanner | StreamPlanner | None,
         *,
         lookahead: int,
         deadline_s: float,
         replica: int,
         on_plan: Callable[[PlannedStep], None] | None = None,
         in_process: bool = False,
+        records: StreamRecords | None = None,
     ) -> None:
         self.lookahead = lookahead
         self.replica = replica
@@ -89,6 +96,7 @@ class PlanFeed:
         self._deadline_s = deadline_s
         self._on_plan = on_plan
         self._in_process = in_process
+        self._records = records
         self._service: PlanService[PlannedStep] | None = None
         self._said_blind = False
         self._next_broadcast = 0
@@ -136,11 +144,13 @@ class PlanFeed:
         self._bins = collections.deque(
             members for plan in plans for members in plan.replica_bins(self.replica)
         )
+        for plan in plans:
+            self._tell_records(plan)
         self._next_broadcast = step + len(self._plans)
         self._start_service()
 
-    def bins(self) -> Iterator[list[int]]:
-        """Data set indices of this replica's microbatches, without end.
+    def bins(self) -> Iterator[list[Any]]:
+        """Data set indices (or numbers and records of a stream) of this replica's microbatches, without end.
 
         Raises
         ------
@@ -153,7 +163,7 @@ class PlanFeed:
                     "a microbatch was drawn before its step was planned; call engine.train_batch() once per "
                     "step on every rank, or raise dflop.scheduler.lookahead above the data workers' prefetch."
                 )
-            yield list(self._bins.popleft())
+            yield self.drawn(self._bins.popleft())
 
     @property
     def num_fallbacks(self) -> int:
@@ -207,6 +217,18 @@ class PlanFeed:
         self._next_broadcast += 1
         self._plans.append(plan)
         self._bins.extend(plan.replica_bins(self.replica))
+        self._tell_records(plan)
+
+    def _tell_records(self, plan: StepPlan) -> None:
+        if self._records is None:
+            return
+        own = {number for members in plan.replica_bins(self.replica) for number in members}
+        everyone = {number for members in plan.bins for number in members}
+        self._records.planned(plan.epoch, own, everyone - own)
+
+    def drawn(self, members: Iterable[int]) -> list[Any]:
+        """What the data set is asked for: the indices, or records of a stream."""
+        return [number if self._records is None else self._records.draw(number) for number in members]
 
     def _make(self, step: int) -> bytes:
         if self._service is None:

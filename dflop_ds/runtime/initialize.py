@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import numpy as np
+import numpy.typing as npt
 import torch
 from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -23,13 +24,16 @@ from dflop_ds.config import (
 )
 from dflop_ds.cost.model import CostModel, SampleCosts
 from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.data.stream import StreamDataset
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.runtime import compat, distributed
 from dflop_ds.runtime.engine import DataPlan, DflopPipelineEngine
 from dflop_ds.runtime.param_groups import with_groups
 from dflop_ds.runtime.shared_memory import forget_segment_names
+from dflop_ds.runtime.stream_setup import stream_planner
 from dflop_ds.runtime.versions import require_supported_deepspeed
 from dflop_ds.scheduling.planner import StepPlanner
+from dflop_ds.shapes import ShapeTable
 
 logger = logging.getLogger(__name__)
 
@@ -138,19 +142,20 @@ def make_data_plan(
     num_stages = model.num_pipeline_stages()
     num_replicas = dist.get_world_size() // num_stages
     sizes = BatchSizes.from_ds_config(ds_config, num_replicas)
-    planner = StepPlanner.from_config(
-        config,
-        sizes,
-        table=dataset.table,
-        rows=dataset.rows,
-        num_replicas=num_replicas,
-        costs=_sample_costs(config, model, dataset, sizes),
-    )
-    return DataPlan(config, planner)
+
+    def make(table: ShapeTable, rows: npt.NDArray[np.int64]) -> StepPlanner:
+        costs = _sample_costs(config, model, table, sizes)
+        return StepPlanner.from_config(
+            config, sizes, table=table, rows=rows, num_replicas=num_replicas, costs=costs
+        )
+
+    if isinstance(dataset, StreamDataset):
+        return DataPlan(config, stream_planner(config, sizes, dataset, make), dataset.records)
+    return DataPlan(config, make(dataset.table, dataset.rows))
 
 
 def _sample_costs(
-    config: DflopConfig, model: Any, dataset: ProbedDataset, sizes: BatchSizes
+    config: DflopConfig, model: Any, table: ShapeTable, sizes: BatchSizes
 ) -> SampleCosts | None:
     if config.scheduler.policy == "blind":
         return None
@@ -166,7 +171,7 @@ def _sample_costs(
         model.stage_training(),
         config.parallel.activation_checkpointing,
     )
-    return cost_model.sample_costs(dataset.table, samples_per_bin=sizes.micro_batch_size)
+    return cost_model.sample_costs(table, samples_per_bin=sizes.micro_batch_size)
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

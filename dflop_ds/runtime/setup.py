@@ -30,6 +30,7 @@ from dflop_ds.runtime.finetune import plan_finetuning
 from dflop_ds.runtime.model_setup import build_module, layer_plans, model_content, read_model_config
 from dflop_ds.runtime.module import DflopPipelineModule
 from dflop_ds.runtime.shared_memory import forget_segment_names
+from dflop_ds.runtime.stream_setup import is_stream, open_stream
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,9 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig, train_data: Any = No
         The whole DeepSpeed configuration.
     config : DflopConfig
         Its ``"dflop"`` block.
-    train_data : datasets.Dataset or list of dict, optional
+    train_data : datasets.Dataset, datasets.IterableDataset, list or other iterable of dict, optional
         Records in LLaVA's format, the same on every rank, instead of ``dflop.data.train_path``. They may hold
-        images and recordings themselves.
+        images and recordings themselves. What has no length is a stream.
     """
     forget_segment_names()
     distributed.together(lambda: validate_for_pipeline(ds_config))
@@ -77,7 +78,10 @@ def prepare(ds_config: dict[str, Any], config: DflopConfig, train_data: Any = No
     num_replicas = dist.get_world_size() // num_stages
     sizes = distributed.together(lambda: BatchSizes.from_ds_config(ds_config, num_replicas))
     model_config = distributed.together(lambda: read_model_config(config))
-    dataset = open_probed(config, model_config, train_data, config.data.shape_cache)
+    if is_stream(config, train_data):
+        dataset: ProbedDataset = open_stream(config, model_config, train_data, sizes.train_batch_size)
+    else:
+        dataset = open_probed(config, model_config, train_data, config.data.shape_cache)
     eval_dataset = None
     if config.data.eval_path is not None:
         eval_dataset = open_probed(config, model_config, config.data.eval_path, None)

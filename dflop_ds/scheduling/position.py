@@ -9,6 +9,7 @@ from typing import Any
 
 from dflop_ds.errors import ConfigError
 from dflop_ds.scheduling.planner import StepPlanner
+from dflop_ds.scheduling.windows import StreamPlanner
 
 _SETTINGS = {
     "seed": "dflop.seed",
@@ -51,8 +52,8 @@ class SamplerPosition:
     samples_digest: int
 
     @classmethod
-    def of(cls, planner: StepPlanner, step: int) -> SamplerPosition:
-        """Position of a planner's data before ``step``."""
+    def of(cls, planner: StepPlanner | StreamPlanner, step: int) -> SamplerPosition:
+        """Position of a planner's data before ``step``; of a stream, in windows instead of epochs."""
         order = planner.order
         epoch, index = divmod(step, order.steps_per_epoch)
         names = "\0".join(planner.table.sample_ids).encode()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.data.demo import DemoPaths
-from dflop_ds.data.hub_records import HubRecords, MemoryRecords, as_records
+from dflop_ds.data.hub_records import HubRecords, MemoryRecords, as_records, load_hub_set
 from dflop_ds.data.media import clip_info, load_frames, load_image
 from dflop_ds.data.memory import MediaBytes, media_value
 from dflop_ds.data.probe import probe
@@ -175,7 +175,7 @@ def test_unusable_sources_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         as_records(3)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty must be a data set that datasets can read"):
-        HubRecords.open(tmp_path / "empty")
+        load_hub_set(tmp_path / "empty")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"dflop_ds\[datasets\]"):
-        HubRecords.open(tmp_path / "empty")
+        load_hub_set(tmp_path / "empty")
