@@ -150,7 +150,7 @@ def make_data_plan(
         )
 
     if isinstance(dataset, StreamDataset):
-        return DataPlan(config, stream_planner(config, sizes, dataset, make), dataset.records)
+        return DataPlan(config, stream_planner(config, sizes, dataset, make, num_replicas), dataset.records)
     return DataPlan(config, make(dataset.table, dataset.rows))
 
 

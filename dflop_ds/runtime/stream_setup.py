@@ -73,6 +73,7 @@ def stream_planner(
     sizes: BatchSizes,
     dataset: StreamDataset,
     make: Callable[[ShapeTable, npt.NDArray[np.int64]], StepPlanner],
+    num_replicas: int,
 ) -> StreamPlanner:
     """Planner of a run over a stream.
 
@@ -94,7 +95,7 @@ def stream_planner(
         tail=config.data.tail,
     )
     kept = 2 * config.scheduler.lookahead + 4
-    return StreamPlanner(dataset.shapes, order, make, sizes.num_microbatches, kept)
+    return StreamPlanner(dataset.shapes, order, make, num_replicas, sizes.num_microbatches, kept)
 
 
 def _check(config: DflopConfig) -> None:

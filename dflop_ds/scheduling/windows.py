@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from dflop_ds.errors import DataError
 from dflop_ds.scheduling.order import EpochOrder
+from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
 from dflop_ds.shapes import SampleShape, ShapeTable
-
-logger = logging.getLogger(__name__)
 
 _MOST_DROPPED_WINDOWS = 100
 
@@ -75,7 +74,7 @@ class StreamPlanner:
         Of a full window.
     make : callable
         Planner of a window from its shapes and their numbers.
-    num_microbatches : int
+    num_replicas, num_microbatches : int
         Of a full step.
     num_kept_steps : int
         How far behind the last planned step :meth:`state` may be asked for.
@@ -86,6 +85,7 @@ class StreamPlanner:
         stream: ShapeStream,
         order: EpochOrder,
         make: Callable[[ShapeTable, npt.NDArray[np.int64]], StepPlanner],
+        num_replicas: int,
         num_microbatches: int,
         num_kept_steps: int,
     ) -> None:
@@ -95,7 +95,7 @@ class StreamPlanner:
         self.names: dict[int, str] = {}
         self._stream = stream
         self._make = make
-        self._num_microbatches = num_microbatches
+        self._num_replicas, self._num_microbatches = num_replicas, num_microbatches
         self._num_kept_steps = num_kept_steps
         self._lock = threading.Lock()
         self._windows: list[Window] = []
@@ -112,6 +112,18 @@ class StreamPlanner:
     def fewest_microbatches(self, num_steps: int) -> int:
         """Microbatches that any ``num_steps`` consecutive steps have at least: a pass may end in each."""
         return num_steps * (1 if self.order.tail == "partial" else self._num_microbatches)
+
+    def accepts(self, plan: StepPlan) -> bool:
+        """Whether a plan that an earlier launch made fits the replicas and microbatches of this one.
+
+        Its samples are not looked at: they are those of the stream, which was restored to them.
+        """
+        num_samples = sum(len(members) for members in plan.bins)
+        micro_batch_size = self.order.batch_size // (self._num_replicas * self._num_microbatches)
+        needed = math.ceil(num_samples / (self._num_replicas * max(1, micro_batch_size)))
+        return plan.num_replicas == self._num_replicas and plan.num_microbatches >= min(
+            self._num_microbatches, needed
+        )
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint before ``step`` must hold, as JSON."""

@@ -34,12 +34,15 @@ class Shapes:
         return number, SampleShape(f"s{number}", 0, 0, 10, 10, 5) if usable else None
 
 
-def planner(stream: Any, *, window: int = 3, tail: str = "partial", shuffle: bool = True) -> StreamPlanner:
+def planner(
+    stream: Any, *, window: int = 3, tail: str = "partial", shuffle: bool = True, num_replicas: int = 2
+) -> StreamPlanner:
     def make(table: ShapeTable, rows: Any) -> StepPlanner:
         order = EpochOrder(len(table), 4, seed=5, shuffle=shuffle, tail=tail)
         return StepPlanner(table, rows, order, 2, 2, 1, costs=None, policy="blind")
 
-    return StreamPlanner(stream, EpochOrder(window * 4, 4, 5, shuffle, tail), make, 2, num_kept_steps=4)
+    order = EpochOrder(window * 4, 4, 5, shuffle, tail)
+    return StreamPlanner(stream, order, make, num_replicas, 2, num_kept_steps=4)
 
 
 def numbers(planned: Any) -> list[int]:
@@ -88,6 +91,9 @@ def test_a_run_goes_on_from_the_window_of_a_step(step: int) -> None:
     state = first.state(step)
     again = planner(Shapes(26, number=state["records"]["number"]))
     again.restore(state)
+    assert all(again.accepts(one.plan) for one in expected)
+    other = planner(Shapes(26), num_replicas=1)
+    assert not any(other.accepts(one.plan) for one in expected)
     found = [again.fallback(number) for number in range(step, 12)]
     assert [one.plan for one in found] == [one.plan for one in expected]
 
