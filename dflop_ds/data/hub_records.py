@@ -48,11 +48,16 @@ def load_hub_set(path: Path) -> Any:
         If it cannot be read.
     """
     datasets = require_datasets()
+    if not path.is_dir() and path.suffix != ".parquet":
+        raise DataError(
+            f"a data set of datasets must be a folder that it has saved, or a .parquet file, found {path}; save "
+            "it so, or set dflop.data.streaming to false."
+        )
     try:
         if path.is_dir():
             return datasets.load_from_disk(str(path))
         return datasets.Dataset.from_parquet(str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{path} must be a data set that datasets can read, found {error}; save it again."
         ) from error

@@ -176,6 +176,11 @@ def test_unusable_sources_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty must be a data set that datasets can read"):
         load_hub_set(tmp_path / "empty")
+    (tmp_path / "bad.parquet").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"bad.parquet must be a data set"):
+        load_hub_set(tmp_path / "bad.parquet")
+    with pytest.raises(DataError, match=r"found .*mix.yaml"):
+        load_hub_set(tmp_path / "mix.yaml")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"dflop_ds\[datasets\]"):
         load_hub_set(tmp_path / "empty")
