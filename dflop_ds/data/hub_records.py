@@ -50,8 +50,8 @@ def load_hub_set(path: Path) -> Any:
     datasets = require_datasets()
     if not path.is_dir() and path.suffix != ".parquet":
         raise DataError(
-            f"a data set of datasets must be a folder that it has saved, or a .parquet file, found {path}; save "
-            "it so, or set dflop.data.streaming to false."
+            f"a data set of datasets must be a folder that it has saved, or a .parquet file, found {path}; "
+            "save it so, or set dflop.data.streaming to false."
         )
     try:
         if path.is_dir():
