@@ -216,11 +216,15 @@ def with_fp32_accumulation(ds_config: dict[str, Any]) -> dict[str, Any]:
     """
     if not uses_bf16(ds_config) or _block(ds_config, "data_types").get("grad_accum_dtype") is not None:
         return ds_config
-    return {
+    changed = {
         **ds_config,
         "data_types": {**_block(ds_config, "data_types"), "grad_accum_dtype": "fp32"},
         "zero_optimization": {**_block(ds_config, "zero_optimization"), "stage": 1},
     }
+    if _block(ds_config, "zero_optimization").get("stage", 0) == 0:
+        # The same bf16 optimizer as without ZeRO, which wraps any other one.
+        changed["zero_allow_untested_optimizer"] = True
+    return changed
 
 
 def uses_reentrant_checkpoints(ds_config: dict[str, Any]) -> bool:

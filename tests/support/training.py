@@ -97,7 +97,10 @@ def keep_gradients(engine: Any) -> dict[str, torch.Tensor]:
         for layer in self.module.local_layers():
             for name, parameter in layer.named_parameters():
                 if parameter.requires_grad:
-                    kept[layer.hf_name(name)] = parameter.grad.detach().double().clone()
+                    # DeepSpeed's bf16 optimizer sums in fp32, beside the parameter.
+                    summed = getattr(parameter, "_hp_grad", None)
+                    gradient = parameter.grad if summed is None else summed.view_as(parameter)
+                    kept[layer.hf_name(name)] = gradient.detach().double().clone()
         original[schedule.OptimizerStep](self, **kwargs)
 
     engine._INSTRUCTION_MAP = {**original, schedule.OptimizerStep: keep_then_step}

@@ -15,6 +15,7 @@ from dflop_ds.config import (
     load_ds_config,
     parse_dflop,
     validate_for_pipeline,
+    with_fp32_accumulation,
 )
 from dflop_ds.errors import ConfigError
 
@@ -281,3 +282,16 @@ def test_adaptive_correction_needs_telemetry():
     block = {"cost": {"adaptive": True}, "telemetry": {"enabled": False}}
     with pytest.raises(ConfigError, match=r"adaptive needs measured stage times"):
         parse_dflop({"dflop": block})
+
+
+def test_bf16_gradients_are_summed_in_fp32_unless_asked_otherwise():
+    assert with_fp32_accumulation({"optimizer": {}}) == {"optimizer": {}}
+    chosen = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    assert with_fp32_accumulation(chosen) == chosen
+    bucket = {"zero_optimization": {"reduce_bucket_size": 5}}
+    found = with_fp32_accumulation({"bf16": {"enabled": True}, **bucket})
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert found["zero_optimization"] == {"reduce_bucket_size": 5, "stage": 1}
+    assert found["zero_allow_untested_optimizer"] is True, "SGD works in bf16 without ZeRO, and must go on to"
+    zero = with_fp32_accumulation({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    assert "zero_allow_untested_optimizer" not in zero
