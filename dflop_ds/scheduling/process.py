@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import select
@@ -23,6 +24,21 @@ WORKER = ("-m", "dflop_ds.scheduling.worker")
 _MAX_FAILURES = 3
 _END_WAIT_S = 1.0
 _READ_BYTES = 1 << 16
+
+
+_starting = threading.Lock()
+
+
+@functools.cache
+def _keep_forks_out() -> None:
+    """Let no fork of this process fall into the start of a solver; once per process.
+
+    The child, a data worker say, would inherit the pipe on whose end ``subprocess`` waits: the start would
+    last as long as the child.
+    """
+    os.register_at_fork(
+        before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
+    )
 
 
 class _Broken(Exception):
@@ -147,7 +163,8 @@ class SolverProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        with self._handle.lock:
+        _keep_forks_out()
+        with self._handle.lock, _starting:
             if self._handle.closed:
                 raise _Broken("it is closed")
             process = self._handle.process = subprocess.Popen(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -189,3 +191,32 @@ def test_a_process_that_was_started_early_gets_the_planner_with_the_first_reques
     assert solver.plan(2).plan == planner.plan(2).plan
     assert solver.num_started == 2
     solver.close()
+
+
+def test_a_fork_meanwhile_does_not_stop_it_from_starting() -> None:
+    # As a resumed run forks its data workers while the solver starts: they must not keep the pipe that
+    # tells that it has started.
+    def start_again_and_again() -> None:
+        for _ in range(4):
+            with contextlib.closing(SolverProcess(_planner(), command=_CRASH)) as solver:
+                for _ in range(3):
+                    with contextlib.suppress(SchedulingError):
+                        solver.plan(0)
+
+    starting = threading.Thread(target=start_again_and_again)
+    starting.start()
+    forked = []
+    try:
+        while starting.is_alive() and len(forked) < 200:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(60.0)
+                os._exit(0)
+            forked.append(pid)
+        starting.join(5.0)
+        assert not starting.is_alive()
+    finally:
+        for pid in forked:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        starting.join()
