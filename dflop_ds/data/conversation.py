@@ -147,20 +147,22 @@ def parse_record(record: Mapping[str, Any], sample_id: str, modalities: Iterable
                 sample_id,
             )
     queues = {modality.marker: (modality, iter(paths[modality])) for modality in taken}
-    media = []
+    media: list[MediaRef] = []
     for text in found:
         modality, queue = queues[text]
-        medium = next(queue)
-        if isinstance(medium, str):
-            media.append(MediaRef(medium, modality))
-        else:
-            media.append(MediaRef(f"{modality.value} {len(media)} of the record", modality, medium))
+        media.append(_ref(next(queue), modality, len(media)))
     return Conversation(sample_id, tuple(messages), tuple(media))
 
 
 def markers(modalities: Iterable[Modality]) -> re.Pattern[str]:
     """Pattern of the markers of some modalities; it matches nothing where there are none."""
     return re.compile("|".join(modality.marker for modality in modalities) or r"(?!)")
+
+
+def _ref(medium: Any, modality: Modality, number: int) -> MediaRef:
+    if isinstance(medium, str):
+        return MediaRef(medium, modality)
+    return MediaRef(f"{modality.value} {number} of the record", modality, medium)
 
 
 def _media(record: Mapping[str, Any], modality: Modality, sample_id: str) -> list[Any]:

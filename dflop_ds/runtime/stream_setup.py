@@ -99,6 +99,11 @@ def stream_planner(
 
 
 def _check(config: DflopConfig) -> None:
+    if not config.enabled:
+        raise ConfigError(
+            "dflop.enabled must be true with a stream, which DeepSpeed's own loader cannot draw from; found "
+            "false. Use a data set with a length."
+        )
     if config.train.num_steps is None and config.train.num_epochs is not None:
         raise ConfigError(
             "dflop.train.num_steps must be given with a stream, whose length is not known; found "
