@@ -69,8 +69,7 @@ def save(
     # DeepSpeed waits for all ranks inside: one that fails ends here, and the launcher ends the others.
     with naming_folder(folder):
         if keeper:
-            for left in folder.glob(f"{_UNFINISHED}*"):
-                shutil.rmtree(left)
+            forget_unfinished(folder)
         result = write(str(folder), tag=unfinished.name, save_latest=False, **options)
     stream = json.loads(distributed.on_first_rank(lambda: json.dumps(_stream_state(engine)).encode()))
     distributed.together(lambda: _write_own_files(engine, unfinished, keeper, stream))
@@ -81,6 +80,18 @@ def save(
 
     distributed.together(finish if keeper else lambda: None)
     return result
+
+
+def forget_unfinished(folder: Path) -> None:
+    """Remove what a run that was killed while it saved has left; no complete checkpoint is touched."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()  # the pointer that was to become `latest`
+    for left in folder.glob(f"{_REPLACED}*"):
+        if SavedCheckpoint.exists(folder / left.name.removeprefix(_REPLACED)):
+            shutil.rmtree(left)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflop_ds.errors import EnvironmentProblem, ModelError
-from dflop_ds.runtime.checkpoint import find, naming_folder
+from dflop_ds.runtime.checkpoint import find, forget_unfinished, naming_folder
 from dflop_ds.runtime.saved import SavedCheckpoint
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -105,3 +105,17 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         raise RuntimeError("unexpected pos 1 vs 2\nC++ frames")
     with pytest.raises(EnvironmentProblem, match=r"found .*No space left"), naming_folder(tmp_path):
         Path("/dev/full").write_text("x")
+
+
+def test_what_a_killed_save_has_left_goes_before_the_next_one(tmp_path: Path) -> None:
+    for name in ("global_step4", ".replaced-global_step4", ".replaced-global_step2", ".saving-global_step6"):
+        write_checkpoint(tmp_path / name)
+    for name in ("latest", ".saving-latest"):
+        (tmp_path / name).write_text("global_step4")
+    forget_unfinished(tmp_path)
+    # The one that was being replaced stays while there is no other of its name.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".replaced-global_step2",
+        "global_step4",
+        "latest",
+    ]
