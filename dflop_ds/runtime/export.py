@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def export_checkpoint(
         raise ConfigError(f"{out} must be new or empty, found files; choose another or pass --overwrite.")
     saved = SavedCheckpoint(directory)
     source = source or Path(saved.main["model"] or "")
+    require_replaceable(out, [directory, source])
     if not (source / "config.json").is_file():
         raise ConfigError(
             f"the model directory that training began with must hold config.json, found none in {source}; "
@@ -129,6 +131,35 @@ def export_checkpoint(
     writer.write_stage(0, weight)
     _finish(writer, out)
     return out
+
+
+def require_replaceable(out: Path, kept: Iterable[Path]) -> None:
+    """Make sure that a directory may be replaced by an export.
+
+    Parameters
+    ----------
+    out : Path
+    kept : iterable of Path
+        What must still be there afterwards.
+
+    Raises
+    ------
+    ConfigError
+        If it is the folder of something that is kept, or holds something else than an export.
+    """
+    place = out.resolve()
+    lost = [path for path in kept if place == path.resolve() or place in path.resolve().parents]
+    if lost:
+        raise ConfigError(
+            f"an export replaces what its directory holds, found {lost[0]} in {out}; choose another one."
+        )
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ConfigError(f"an export must go to a directory, found a link or file, {out}; choose another.")
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise ConfigError(
+            f"an export replaces what its directory holds, found other files than a model's in {out}; "
+            "empty it, or choose another directory."
+        )
 
 
 def _refuse_adapters(module: Any) -> None:

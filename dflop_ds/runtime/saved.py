@@ -18,7 +18,7 @@ MAIN_FILE = "dflop.json"
 RANK_FILES = "dflop-rank{:05d}.json"
 
 _STAGE_FILES = "mp_rank_{:02d}_model_states.pt"
-_MAIN_KEYS = ("num_ranks", "layout", "position", "plans", "correction")
+_MAIN_KEYS = ("num_ranks", "model", "family_module", "layout", "position", "plans", "correction")
 _RANK_KEYS = ("stage", "layers", "optimizer", "random", "planning", "num_measured_steps")
 
 
@@ -213,7 +213,13 @@ class SavedCheckpoint:
 def _open(path: Path) -> Any:
     """A file of DeepSpeed, with its tensors left on disk until they are used."""
     # DeepSpeed's own files hold objects beside tensors; a checkpoint is as trusted as a program.
-    return torch.load(str(path), map_location="cpu", mmap=True, weights_only=False)
+    try:
+        return torch.load(str(path), map_location="cpu", mmap=True, weights_only=False)
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"{path} must be a file that torch has saved, found {found}; use an older checkpoint."
+        ) from error
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from dflop_ds.models.layers import LayerPlan
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.runtime import costs, distributed
 from dflop_ds.runtime.data_setup import make_collator, open_dataset, open_probed, scan_shapes
+from dflop_ds.runtime.export import require_replaceable
 from dflop_ds.runtime.finetune import plan_finetuning
 from dflop_ds.runtime.model_setup import build_module, layer_plans, model_content, read_model_config
 from dflop_ds.runtime.module import DflopPipelineModule
@@ -159,6 +160,10 @@ def check_outputs(config: DflopConfig) -> None:
     """
     if dist.get_rank() != 0:
         return
+    if config.train.export_dir is not None:
+        named = (config.train.output_dir, config.model.path, config.data.train_path, config.data.eval_path)
+        kept = [Path(path) for path in named if path is not None]
+        require_replaceable(Path(config.train.export_dir), kept)
     wanted = {
         "dflop.train.output_dir": Path(config.train.output_dir),
         "dflop.train.save_every": config.train.save_every and Path(config.train.output_dir) / "checkpoints",

@@ -21,6 +21,8 @@ def write_checkpoint(directory: Path, step: int = 4) -> Path:
     directory.mkdir(parents=True)
     main: dict[str, Any] = {
         "num_ranks": 1,
+        "model": None,
+        "family_module": None,
         "layout": {"boundaries": [0, 2], "num_replicas": 1, "layer_kinds": ["token_embed", "head"]},
         "position": {"step": step},
         "plans": [],
@@ -119,3 +121,11 @@ def test_what_a_killed_save_has_left_goes_before_the_next_one(tmp_path: Path) ->
         "global_step4",
         "latest",
     ]
+
+
+def test_a_damaged_file_is_named_when_it_is_read(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "global_step4") / "layer_00-model_states.pt"
+    for content in (b"", path.read_bytes()[:100], b"no torch file"):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=r"layer_00-.*must be a file that torch has saved"):
+            SavedCheckpoint(path.parent).weight(0, "weight")
