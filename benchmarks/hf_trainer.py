@@ -76,7 +76,7 @@ def measure(samples: list[Sample], seed: int, stage: int, out: Path) -> dict[str
         "accumulation": ACCUMULATION,
         "seed": seed,
         "num_rounds": NUM_ROUNDS,
-        "warmup_steps": 6,
+        "warmup_steps": 8,
         "ds_config": {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
