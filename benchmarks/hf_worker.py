@@ -104,6 +104,8 @@ def main() -> None:
     forget_segment_names()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads may outlive the interpreter's teardown and abort it
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from benchmarks.hf_data import IGNORED, SyntheticSamples
 from tests.support.hf import build, make_samples, make_trainer
+from tests.support.training import leave
 
 from dflop_ds.integrations.hf_trainer import DflopCallback
 
@@ -86,9 +87,8 @@ def main():
         from dflop_ds.runtime.shared_memory import forget_segment_names
 
         forget_segment_names()
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    leave()
 
 
 if __name__ == "__main__":
