@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
@@ -9,6 +10,9 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import Trainer
 
 from dflop_ds.errors import ConfigError
+from dflop_ds.integrations.hf_sampler import BalancedBatchSampler
+
+logger = logging.getLogger(__name__)
 
 _SYNC_OF_ZERO_STAGE = {0: "step", 1: "step", 2: "microbatch", 3: "phase"}
 
@@ -37,6 +41,11 @@ def check_trainer(trainer: Trainer, loader: Any) -> None:
         raise ConfigError(
             f"the training loader must be prepared by accelerate, found {type(loader).__name__}. Use the "
             "Trainer's own get_train_dataloader."
+        )
+    if isinstance(loader.batch_sampler, BalancedBatchSampler):
+        raise ConfigError(
+            "one DflopCallback must rearrange a Trainer, found a second one. Remove one of them "
+            "(trainer.remove_callback)."
         )
     refused = {
         "args.n_gpu": (args.n_gpu, args.n_gpu <= 1, "Launch one process per GPU (torchrun or deepspeed)."),
@@ -70,6 +79,13 @@ def check_trainer(trainer: Trainer, loader: Any) -> None:
         if not is_fine:
             raise ConfigError(f"{name} does not work with DflopCallback as {value!r}. {remedy}")
     check_sampler(loader.get_sampler())
+    if type(trainer).compute_loss is not Trainer.compute_loss and _own_scaling(trainer) is None:
+        logger.warning(
+            "%s.compute_loss must divide a sum over tokens by num_items_in_batch, or else the gradient "
+            "depends on which samples share a microbatch. Set loss_is_scaled_for_ga of the class: False "
+            "where it returns a mean over the microbatch, True where it divides.",
+            type(trainer).__name__,
+        )
 
 
 def check_sampler(sampler: Any) -> None:
@@ -99,13 +115,28 @@ def _zero_stage(trainer: Trainer) -> int:
     return 0 if plugin is None else int(plugin.zero_stage)
 
 
-def scales_loss(trainer: Trainer) -> bool:
-    """Whether losses must be weighted: the model is not told how many items the global batch has."""
-    return not _counts_items(trainer)
+def scales_loss(trainer: Trainer, *, has_labels: bool = True) -> bool:
+    """Whether losses must be weighted: they are means over a microbatch.
+
+    Parameters
+    ----------
+    trainer : Trainer
+    has_labels : bool
+        Whether batches have ``labels``: the Trainer counts no items without them.
+    """
+    own = _own_scaling(trainer)
+    if own is not None:
+        return not own
+    return not _counts_items(trainer) or (not has_labels and trainer.compute_loss_func is None)
 
 
 def _counts_items(trainer: Trainer) -> bool:
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+
+def _own_scaling(trainer: Trainer) -> bool | None:
+    """What a Trainer says of its own loss; older releases have no word for it."""
+    return getattr(trainer, "loss_is_scaled_for_ga", None)
 
 
 def _inner_parallel_size(trainer: Trainer) -> int:

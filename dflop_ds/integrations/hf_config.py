@@ -66,6 +66,11 @@ def parse_config(content: Mapping[str, Any]) -> TrainerCallbackConfig:
     ConfigError
         Naming each wrong key or value.
     """
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"config must be a mapping of settings, found a {type(content).__name__}. Use from_config "
+            "for a file."
+        )
     try:
         return TrainerCallbackConfig.model_validate(dict(content))
     except ValidationError as error:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import Trainer
 
-from dflop_ds.cost.microbatch_cost import MicrobatchSizes
+from dflop_ds.cost.microbatch_cost import MicrobatchCost, MicrobatchSizes
 from dflop_ds.errors import PlanError
 from dflop_ds.integrations.hf_calibration import Calibration, ForwardTimer
 from dflop_ds.integrations.hf_checks import keeps_old_gradients, scales_loss
@@ -118,7 +118,8 @@ class StepSession:
             self._seen_flags |= int(np.bitwise_or.reduce(flags, axis=None))
             needed = needed_flags(flags.tolist(), self._seen_flags if self._keeps_gradients else 0)
             batches = [self._media.complete(*pair) for pair in zip(batches, needed, strict=True)]
-        self._factors = self._loss_factors(report) if self._scales else []
+        scales = self._scales or scales_loss(self._trainer, has_labels=num_items is not None)
+        self._factors = self._loss_factors(report) if scales else []
         self._previous = planned
         self._position += 1
         return batches, num_items
@@ -190,12 +191,19 @@ class StepSession:
             self.planner.timeline.add(first, cost)
             logger.info("microbatch costs measured, used from step %d on: %s", first, cost)
             if self._save_profile is not None and self._trainer.args.process_index == 0:
-                cost.save(self._save_profile)
+                self._save(cost)
         if cost is not None or self._calibration.has_given_up:
             self._calibration = None
             if self._timer is not None:
                 self._timer.remove()
                 self._timer, self._previous_forward_s = None, []
+
+    def _save(self, cost: MicrobatchCost) -> None:
+        """Write measured costs; a full or missing disk must not end a run whose other ranks go on."""
+        try:
+            cost.save(str(self._save_profile))
+        except OSError as error:
+            logger.warning("save_profile must be a writable path, the costs are not kept: %s", error)
 
     def _loss_factors(self, report: _Report) -> list[float]:
         """Weights of this rank's mean losses under the Trainer's mean over microbatches and ranks."""

@@ -68,7 +68,7 @@ def _table(
     name = config.length_column or trainer.args.length_column_name
     columns = getattr(dataset, "column_names", None) or ()
     if name in columns:
-        return _from_lengths(np.asarray(dataset[name][:], dtype=np.int64))
+        return _from_lengths(_whole_lengths(dataset[name][:], name, len(dataset)))
     if config.length_column is not None:
         raise DataError(
             f"the training data must have the column {name!r}, found {list(columns)}. Correct length_column."
@@ -145,6 +145,28 @@ def preserved_rng() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy_state)
+
+
+def _whole_lengths(column: Any, name: str, num_samples: int) -> np.ndarray:
+    """A column of lengths as whole numbers.
+
+    Raises
+    ------
+    DataError
+        If it is not one whole number per sample, at least 0.
+    """
+    try:
+        lengths = np.asarray(column, dtype=np.float64)
+        is_fine = lengths.shape == (num_samples,) and bool(((lengths >= 0) & (lengths % 1 == 0)).all())
+    except (TypeError, ValueError):
+        is_fine = False
+    if not is_fine:
+        raise DataError(
+            f"column {name!r} must hold the tokens of each sample as a whole number of at least 0, found "
+            f"{np.asarray(column, dtype=object)[:3].tolist()} ... Correct it, name another length_column, or "
+            "give shape_fn."
+        )
+    return lengths.astype(np.int64)
 
 
 def _from_lengths(lengths: np.ndarray) -> ShapeTable:

@@ -8,13 +8,13 @@ import logging
 import datasets
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import LlavaOnevisionForConditionalGeneration, Trainer, TrainerCallback
 
-from benchmarks.hf_data import IGNORED, SyntheticSamples
+from benchmarks.hf_data import IGNORED, PaddedCollator, Sample, SyntheticSamples, build_model
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.integrations import hf_calibration
 from dflop_ds.integrations.hf_trainer import DflopCallback
-from tests.support.hf import COST, build, make_samples, make_trainer, plain_order, plain_training
+from tests.support.hf import COST, LR, build, make_samples, make_trainer, plain_order, plain_training
 
 NUM_SAMPLES = 21
 
@@ -120,6 +120,63 @@ def test_training_equals_a_plain_loop_over_whole_global_batches(
     start = weights(make_trainer({"name": "start"}, config, dataset, tmp_path).model)
     change = (expected - start).norm()
     assert float((weights(trainer.model) - expected).norm() / change) < 1e-5
+
+
+class _OwnLoss(Trainer):
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class _NoLabels(LlavaOnevisionForConditionalGeneration):
+    """Takes loss arguments, but its batches have no labels; the loss is a mean over samples."""
+
+    def forward(self, num_items_in_batch=None, labels=None, **inputs):
+        outputs = super().forward(**inputs)
+        outputs.loss = outputs.logits[:, 0].square().mean()
+        return outputs
+
+
+def _without_labels(features):
+    batch = PaddedCollator()(features)
+    return {key: batch[key] for key in ("input_ids", "attention_mask")}
+
+
+def test_a_trainer_with_a_mean_loss_of_its_own_is_weighted(dataset, config, tmp_path, profile, caplog):
+    trainer = trainer_of(dataset, config, tmp_path, {"profile": profile}, accumulation=3)
+    trainer.__class__ = _OwnLoss
+    trainer.train()
+    expected = plain_training(dataset, config, 6)
+    start = weights(make_trainer({"name": "start"}, config, dataset, tmp_path).model)
+    assert float((weights(trainer.model) - expected).norm() / (expected - start).norm()) < 1e-5
+    trainer.loss_is_scaled_for_ga = None
+    trainer.train()
+    assert "_OwnLoss.compute_loss must divide" in caplog.text
+
+
+def test_batches_without_labels_count_by_their_samples(config, tmp_path, profile):
+    texts = SyntheticSamples([Sample(12 + 40 * (i % 3 == 0)) for i in range(9)], config)
+    settings, arguments = {"profile": profile, "collator": "padded"}, {"remove_unused_columns": False}
+    trainer = trainer_of(texts, config, tmp_path, settings, accumulation=5, arguments=arguments)
+    trainer.data_collator = _without_labels
+    trainer.model.__class__ = _NoLabels
+    sizes = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    trainer.train()
+    assert sum(sizes) == 9 and len(set(sizes)) > 1
+    model = build_model(config).train()
+    model.__class__ = _NoLabels
+    before = weights(model)
+    model(**_without_labels([texts[i] for i in range(9)])).loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= LR * parameter.grad
+    change = (weights(model) - before).norm()
+    assert float((weights(trainer.model) - weights(model)).norm() / change) < 1e-5
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -289,6 +346,30 @@ def test_orders_that_are_decided_elsewhere_are_refused(dataset, config, tmp_path
         trainer_of(dataset, config, tmp_path, arguments=arguments).train()
 
 
+def test_a_second_callback_is_refused(dataset, config, tmp_path, profile):
+    trainer = trainer_of(dataset, config, tmp_path, {"profile": profile})
+    trainer.add_callback(DflopCallback(trainer, config={"profile": profile}))
+    with pytest.raises(ConfigError, match="found a second one"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("lengths", [["a"] * 4, [None] * 4, [-3, 1, 1, 1], [1.5] * 4, [[1, 2]] * 4])
+def test_a_length_column_that_counts_nothing_is_named(config, tmp_path, lengths):
+    rows = [{"input_ids": [9] * 6, "labels": [9] * 6, "length": length} for length in lengths]
+    table = datasets.Dataset.from_list(rows).with_format("torch")
+    with pytest.raises(DataError, match=r"column 'length' must hold the tokens of each sample"):
+        trainer_of(table, config, tmp_path).train()
+
+
+def test_measured_costs_that_cannot_be_saved_do_not_end_the_run(dataset, config, tmp_path, clock, caplog):
+    settings = {"warmup_steps": 4, "save_profile": str(tmp_path / "missing" / "cost.json")}
+    trainer = trainer_of(dataset, config, tmp_path, settings, accumulation=4, arguments={"max_steps": 9})
+    clock(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 9
+    assert "save_profile must be a writable path" in caplog.text
+
+
 def test_streams_are_refused(config, tmp_path):
     trainer = trainer_of(_Stream(), config, tmp_path, arguments={"max_steps": 1})
     with pytest.raises(ConfigError, match="map-style"):
@@ -298,6 +379,8 @@ def test_streams_are_refused(config, tmp_path):
 def test_bad_settings_and_shapes_are_named(dataset, config, tmp_path):
     with pytest.raises(ConfigError, match="warmup_steps"):
         DflopCallback(config={"warm_up_steps": 3})
+    with pytest.raises(ConfigError, match="mapping of settings, found a list"):
+        DflopCallback(config=[1])
     with pytest.raises(ConfigError, match="readable JSON"):
         DflopCallback.from_config(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="one Trainer, found 0"):
