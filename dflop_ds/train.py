@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import deepspeed
 from deepspeed import comm as dist
 
-from dflop_ds.config import DflopConfig, load_ds_config, parse_dflop
+from dflop_ds.config import DflopConfig, load_ds_config, parse_dflop, require_optimizer
 from dflop_ds.errors import ConfigError, DflopError
 from dflop_ds.runtime import distributed
 from dflop_ds.runtime.adapter import save_adapter
@@ -52,6 +52,7 @@ def train(args: argparse.Namespace) -> None:
     require_supported_deepspeed()
     ds_config = load_ds_config(args.deepspeed_config or "")
     config = parse_dflop(ds_config)
+    require_optimizer(ds_config)
     distributed.start()
     setup = prepare(ds_config, config)
     engine, _, _, _ = initialize(

@@ -203,6 +203,21 @@ def validate_for_pipeline(ds_config: dict[str, Any]) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def require_optimizer(ds_config: dict[str, Any]) -> None:
+    """Make sure that the configuration names an optimizer, as the training entry point has no other.
+
+    Raises
+    ------
+    ConfigError
+    """
+    kind = _block(ds_config, "optimizer").get("type")
+    if not isinstance(kind, str) or not kind:
+        raise ConfigError(
+            f"optimizer.type must name an optimizer of DeepSpeed or torch, found {kind!r}. "
+            'Add {"type": "AdamW", "params": {"lr": 1e-5}}.'
+        )
+
+
 def uses_bf16(ds_config: dict[str, Any]) -> bool:
     """Whether DeepSpeed will train in bf16."""
     return _block(ds_config, "bf16").get("enabled", False) is True

@@ -231,6 +231,12 @@ def check_rows(rows: Sequence[ProfileRow]) -> None:
         problem = _row_problem(row)
         if problem:
             raise CostModelError(f"profile row {index} ({row.kind}) {problem}. Profile the layer again.")
+    untimed = sorted({row.kind for row in rows} - {row.kind for row in rows if row.forward_s > 0})
+    if untimed:
+        raise CostModelError(
+            f"a layer kind must have a forward time above 0 in some row, found none for {untimed}. "
+            "Profile the layers again."
+        )
 
 
 def _row_problem(row: ProfileRow) -> str | None:

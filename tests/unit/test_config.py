@@ -14,6 +14,7 @@ from dflop_ds.config import (
     json_schema,
     load_ds_config,
     parse_dflop,
+    require_optimizer,
     validate_for_pipeline,
     with_fp32_accumulation,
 )
@@ -295,3 +296,10 @@ def test_bf16_gradients_are_summed_in_fp32_unless_asked_otherwise():
     assert found["zero_allow_untested_optimizer"] is True, "SGD works in bf16 without ZeRO, and must go on to"
     zero = with_fp32_accumulation({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
     assert "zero_allow_untested_optimizer" not in zero
+
+
+@pytest.mark.parametrize("optimizer", [None, {}, {"type": None}, {"type": ""}])
+def test_the_entry_point_needs_an_optimizer(optimizer):
+    with pytest.raises(ConfigError, match=r"optimizer\.type must name an optimizer"):
+        require_optimizer({"optimizer": optimizer})
+    require_optimizer({"optimizer": {"type": "AdamW"}})

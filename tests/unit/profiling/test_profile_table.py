@@ -124,6 +124,7 @@ def test_missing_file(tmp_path):
         (lambda content: content["rows"][0].pop("kind"), "kind"),
         (lambda content: content["rows"][0].update(kind=["norm"]), "layer kind"),
         (lambda content: content["rows"][0].update(extra=1), "extra"),
+        (lambda content: [row.update(forward_s=0.0) for row in content["rows"]], "forward time above 0"),
         (lambda content: content["fingerprint"].pop("dtype"), "dtype"),
         (lambda content: content["fingerprint"].update(versions="2.9"), "versions"),
         (
