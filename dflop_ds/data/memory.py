@@ -43,8 +43,19 @@ def as_source(source: Source) -> Path | MediaBytes:
 
 
 def readable(source: Path | MediaBytes) -> Any:
-    """What decoders open: the path, or a new stream over the bytes."""
-    return io.BytesIO(source.content) if isinstance(source, MediaBytes) else str(source)
+    """What decoders open: the path, or a new stream over the bytes.
+
+    Raises
+    ------
+    DataError
+        If the path is a named pipe, on which a decoder would wait for ever.
+    """
+    if isinstance(source, MediaBytes):
+        return io.BytesIO(source.content)
+    if source.is_fifo():
+        raise DataError(f"{source} must be a file, found a named pipe; correct the path or drop the sample.")
+    # FFmpeg takes what comes before a colon for a protocol, and would go to the network for some.
+    return str(source.absolute())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

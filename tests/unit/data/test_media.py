@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from pathlib import Path
 
@@ -123,6 +124,23 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path, function) -> None:
     (tmp_path / "text.bin").write_text("no media at all")
     with pytest.raises(DataError, match=r"text\.bin must be readable"):
         function(tmp_path / "text.bin")
+
+
+@pytest.mark.parametrize("function", [image_size, load_image, clip_info, lambda path: load_frames(path, [0])])
+def test_a_named_pipe_is_refused(tmp_path: Path, function) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(DataError, match="found a named pipe"):
+        function(tmp_path / "pipe.png")
+
+
+@pytest.mark.parametrize("name", ["12:30.mp4", "http:/127.0.0.1:1/x.mp4"])
+def test_a_colon_in_a_relative_path_is_no_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    write_clip(tmp_path / name, 3)
+    assert clip_info(Path(name)).num_frames == len(load_frames(Path(name), [0, 1, 2])) == 3
 
 
 def test_frame_counts_equal_decoding(tiny_demo: DemoPaths) -> None:
