@@ -80,9 +80,13 @@ def backward_once(engine: PipelineEngine, outputs: list[torch.Tensor], grads: li
 
 
 def received_gradients(engine: PipelineEngine) -> list[torch.Tensor]:
-    """Gradients of the float outputs, as the last ``RecvGrad`` left them."""
+    """Gradients of the float outputs, as the last ``RecvGrad`` left them, copied.
+
+    Autograd may keep a slice of what it is given as the gradient of a parameter (a newline token is a row of
+    the output); DeepSpeed receives the next gradient into the same memory.
+    """
     layer = engine.grad_layer
-    return [layer] if isinstance(layer, torch.Tensor) else list(layer)
+    return [layer.clone()] if isinstance(layer, torch.Tensor) else [gradient.clone() for gradient in layer]
 
 
 def release_outputs(engine: PipelineEngine, buffer_id: int) -> None:
