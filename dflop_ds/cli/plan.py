@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflop_ds.cli.training import configured_training
-from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop, uses_bf16
+from dflop_ds.cli.arguments import seconds, whole_number
+from dflop_ds.cli.training import configured_training, note_other_dtype
+from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop, reduce_bucket_values, uses_bf16
 from dflop_ds.cost.files import read_json
 from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.cost.memory import MemoryModel
@@ -41,7 +42,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser("plan", help="choose the parallel layout for your data, model and cluster")
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG", help="DeepSpeed configuration with a dflop block")
-    add("--gpus", type=int, required=True, metavar="N", help="GPUs to plan for")
+    add("--gpus", type=whole_number(1), required=True, metavar="N", help="GPUs to plan for")
     add("--shapes", type=Path, required=True, metavar="FILE", help="of `dflop-ds profile data`")
     add(
         "--profile",
@@ -54,7 +55,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--hardware", default="a100-80g", metavar="H", help=f"{', '.join(PRESETS)} or a JSON file")
     add("--gpu-memory-gb", type=float, metavar="GB", help="default: of the hardware")
     add("--headroom", type=float, default=0.1, metavar="SHARE", help="memory left free; default: 0.1")
-    add("--batch-size", type=int, metavar="N", help="default: train_batch_size of CONFIG")
+    add("--batch-size", type=whole_number(1), metavar="N", help="default: train_batch_size of CONFIG")
     add(
         "--layouts",
         choices=("runtime", "all"),
@@ -62,18 +63,18 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="runtime: uniform pipelines without tensor parallelism, which training executes (default). "
         "all: also tensor parallelism, and encoder and LLM on GPUs of their own",
     )
-    add("--min-stages", type=int, default=1, metavar="N", help="fewest pipeline stages; default: 1")
-    add("--max-stages", type=int, default=0, metavar="N", help="most pipeline stages; default: no limit")
+    add("--min-stages", type=whole_number(1), default=1, metavar="N", help="fewest pipeline stages")
+    add("--max-stages", type=whole_number(0), default=0, metavar="N", help="most pipeline stages; 0: any")
     add(
         "--simulations",
-        type=int,
+        type=whole_number(0),
         default=DEFAULT_SIMULATIONS,
         metavar="N",
         help=f"layouts to simulate; 0: until proven; default: {DEFAULT_SIMULATIONS}",
     )
-    add("--rows", type=int, default=8, metavar="N", help="rows of the ranking; default: 8")
-    add("--load-s", type=float, metavar="S", help="seconds in which a loader process loads an average sample")
-    add("--seed", type=int, default=0, metavar="S", help="of the drawn batches; default: 0")
+    add("--rows", type=whole_number(1), default=8, metavar="N", help="rows of the ranking; default: 8")
+    add("--load-s", type=seconds, metavar="S", help="seconds to load an average sample in one process")
+    add("--seed", type=whole_number(0), default=0, metavar="S", help="of the drawn batches; default: 0")
     add("--out", type=Path, metavar="FILE", help="DeepSpeed configuration to write")
     parser.set_defaults(run=run)
 
@@ -168,7 +169,6 @@ def make_workload(
     layers = model_layers(dims)
     dtype = "bfloat16" if uses_bf16(ds_config) else "float32"
     value_bytes = 2 if dtype == "bfloat16" else 4
-    layer_model = analytic_layer_model(dims, hardware, dtype)
     memory_model = analytic_memory_model(dims, value_bytes)
     measured = {}
     for degree, (_, profile) in profiles.items():
@@ -177,6 +177,9 @@ def make_workload(
     if profiles:
         layer_model = measured.pop(1)
         memory_model = _measured_memory(profiles[1][1], dims, memory_model)
+        note_other_dtype(profiles[1][1], ds_config)
+    else:
+        layer_model = analytic_layer_model(dims, hardware, dtype)
     return Workload(
         layers,
         ShapeTable.load(arguments.shapes),
@@ -186,7 +189,7 @@ def make_workload(
         memory_model=memory_model,
         hardware=hardware,
         value_bytes=value_bytes,
-        reduce_bucket_values=_reduce_bucket_values(ds_config),
+        reduce_bucket_values=reduce_bucket_values(ds_config),
         checkpointed_profile=bool(profiles) and profiles[1][1].fingerprint.activation_checkpointing,
         measured=bool(profiles),
         training=configured_training(ds_config, config),
@@ -234,16 +237,9 @@ def _measured_memory(profile: ProfileTable, dims: ModelDims, otherwise: MemoryMo
         return otherwise
 
 
-def _reduce_bucket_values(ds_config: dict[str, Any]) -> int:
-    """DeepSpeed's bucket of gradients, two of them where communication overlaps."""
-    zero = ds_config.get("zero_optimization") or {}
-    size = int(float(zero.get("reduce_bucket_size", 5e8)))
-    return 2 * size if zero.get("overlap_comm") else size
-
-
 def _batch_size(ds_config: dict[str, Any], arguments: argparse.Namespace) -> int:
     given = arguments.batch_size or ds_config.get("train_batch_size")
-    if isinstance(given, int) and given >= 1:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
         return given
     if given is None:
         config = parse_dflop(ds_config)

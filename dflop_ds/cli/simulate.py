@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from dflop_ds.cli.arguments import whole_number
 from dflop_ds.cli.timeline import draw_timeline
-from dflop_ds.cli.training import configured_training
-from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, uses_bf16
+from dflop_ds.cli.training import configured_training, note_other_dtype
+from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, uses_bf16, zero_stage
 from dflop_ds.config.deepspeed_json import BATCH_KEYS
 from dflop_ds.cost.features import FloatArray
 from dflop_ds.cost.files import read_json
@@ -51,7 +52,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--model", type=Path, metavar="FILE", help="config.json; default: dflop.model.path")
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps to simulate; default: 8")
     parser.add_argument(
-        "--num-replicas", type=int, metavar="R", help="default: what the three batch sizes of PLAN imply"
+        "--num-replicas", type=whole_number(1), metavar="R", help="default: by the batch sizes of PLAN"
     )
     parser.add_argument("--policy", choices=POLICIES, help="instead of dflop.scheduler.policy")
     parser.add_argument(
@@ -147,10 +148,10 @@ def _communication(
         layout = Layout(None, degrees, 1, setting.activation_checkpointing, setting.zero_stage)
         links = communication.stage_links(hardware, layout)
         ones, data = np.ones(num_stages, dtype=np.int64), np.full(num_stages, replicas)
-        zero_stage = np.full(num_stages, setting.zero_stage)
+        stages = np.full(num_stages, setting.zero_stage)
         end = StepEnd(
             reduce_s=communication.reduce_s(hardware, ones, data, num_parameters * setting.value_bytes),
-            optimizer_s=communication.optimizer_s(hardware, num_parameters, data, zero_stage),
+            optimizer_s=communication.optimizer_s(hardware, num_parameters, data, stages),
         )
     given = {}
     if arguments.latency_us is not None:
@@ -187,6 +188,12 @@ def _model(
     model_config = read_json(path, "model config")
     dims = model_dims(model_config)
     profile.check_model(model_config, model_layers(dims))
+    if profile.fingerprint.tensor_parallel_degree != 1:
+        raise ConfigError(
+            "a simulation needs a profile of whole layers, found one of tensor-parallel degree "
+            f"{profile.fingerprint.tensor_parallel_degree}. Profile on one GPU."
+        )
+    note_other_dtype(profile, ds_config)
     profiled_bytes = 2 if profile.fingerprint.dtype == "bfloat16" else 4
     try:
         memory = MemoryModel(profile.rows, profile.parameters, dims, profiled_bytes)
@@ -200,7 +207,7 @@ def _model(
         setting=TrainingSetting(
             value_bytes=2 if uses_bf16(ds_config) else 4,
             data_parallel_size=num_replicas,
-            zero_stage=(ds_config.get("zero_optimization") or {}).get("stage", 0),
+            zero_stage=zero_stage(ds_config),
             activation_checkpointing=config.parallel.activation_checkpointing,
         ),
         profiled_checkpointing=profile.fingerprint.activation_checkpointing,

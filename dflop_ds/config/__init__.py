@@ -5,11 +5,13 @@ from dflop_ds.config.deepspeed_json import (
     BATCH_KEYS,
     BatchSizes,
     load_ds_config,
+    reduce_bucket_values,
     require_optimizer,
     uses_bf16,
     uses_reentrant_checkpoints,
     validate_for_pipeline,
     with_fp32_accumulation,
+    zero_stage,
 )
 from dflop_ds.config.finetune import FinetuneConfig, LoraSettings, ParamGroup
 from dflop_ds.config.model import ModelConfig, ParallelConfig
@@ -36,9 +38,11 @@ __all__ = [
     "json_schema",
     "load_ds_config",
     "parse_dflop",
+    "reduce_bucket_values",
     "require_optimizer",
     "uses_bf16",
     "uses_reentrant_checkpoints",
     "validate_for_pipeline",
     "with_fp32_accumulation",
+    "zero_stage",
 ]

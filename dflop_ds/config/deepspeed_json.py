@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from dflop_ds.errors import ConfigError
 
 #: DeepSpeed's keys, of which any two give the third.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+_REDUCE_BUCKET_VALUES = 500_000_000
+"""DeepSpeed's default."""
 
 _REFUSED = (
     ("fp16", "enabled", 'Use "bf16": {"enabled": true}, which needs no loss scaling, or fp32.'),
@@ -240,6 +244,30 @@ def with_fp32_accumulation(ds_config: dict[str, Any]) -> dict[str, Any]:
         # The same bf16 optimizer as without ZeRO, which wraps any other one.
         changed["zero_allow_untested_optimizer"] = True
     return changed
+
+
+def zero_stage(ds_config: dict[str, Any]) -> int:
+    """DeepSpeed's ZeRO stage, 0 if none is given; :func:`validate_for_pipeline` checks it."""
+    stage: int = _block(ds_config, "zero_optimization").get("stage", 0)
+    return stage
+
+
+def reduce_bucket_values(ds_config: dict[str, Any]) -> int:
+    """Values in DeepSpeed's bucket of gradients, in both of them where communication overlaps.
+
+    Raises
+    ------
+    ConfigError
+        If ``zero_optimization.reduce_bucket_size`` is not a number of at least 1.
+    """
+    zero = _block(ds_config, "zero_optimization")
+    size = zero.get("reduce_bucket_size", _REDUCE_BUCKET_VALUES)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 1 <= size < math.inf:
+        raise ConfigError(
+            f"zero_optimization.reduce_bucket_size: must be a number of at least 1; found {size!r}. "
+            "Correct or remove it."
+        )
+    return int(size) * (2 if zero.get("overlap_comm") else 1)
 
 
 def uses_reentrant_checkpoints(ds_config: dict[str, Any]) -> bool:

@@ -231,6 +231,10 @@ def check_rows(rows: Sequence[ProfileRow]) -> None:
         problem = _row_problem(row)
         if problem:
             raise CostModelError(f"profile row {index} ({row.kind}) {problem}. Profile the layer again.")
+
+
+def check_times(rows: Sequence[ProfileRow]) -> None:
+    """Raise :class:`CostModelError` if some layer kind has no forward time above 0 s in any row."""
     untimed = sorted({row.kind for row in rows} - {row.kind for row in rows if row.forward_s > 0})
     if untimed:
         raise CostModelError(

@@ -19,6 +19,7 @@ from dflop_ds.cost.features import (
     MicrobatchFeatures,
     ProfileRow,
     check_rows,
+    check_times,
     feature_names,
 )
 from dflop_ds.cost.files import check_schema, read_json, write_json
@@ -78,10 +79,12 @@ class LayerCostModel:
         Raises
         ------
         CostModelError
-            If :func:`check_rows` refuses the rows, or a kind was profiled at fewer than two sizes.
+            If :func:`check_rows` or :func:`check_times` refuses the rows, or a kind was profiled at fewer
+            than two sizes.
         """
         all_rows = list(rows)
         check_rows(all_rows)
+        check_times(all_rows)
         self.dims_, self.priors_, self.trees_, self.ranges_ = dims, {}, {}, {}
         self._warned.clear()
         for kind in LAYER_KINDS:

@@ -19,6 +19,7 @@ from dflop_ds.cost.features import FloatArray, MicrobatchFeatures, ProfileRow, f
 from dflop_ds.cost.layer_model import SCHEMA_VERSION, LayerCostModel
 from dflop_ds.cost.memory import MemoryModel
 from dflop_ds.cost.prior import DIRECTIONS, OVERHEAD, prior_terms
+from dflop_ds.errors import ConfigError
 from dflop_ds.flops import ModelDims, NativeVisionDims, attention_flops
 from dflop_ds.planning.hardware import Hardware
 
@@ -65,8 +66,18 @@ def analytic_layer_model(dims: ModelDims, hardware: Hardware, dtype: str) -> Lay
     dims : ModelDims
     hardware : Hardware
     dtype : {"float32", "bfloat16"}
+
+    Raises
+    ------
+    ConfigError
+        If the hardware names no peak of this type.
     """
-    peak = hardware.peak_flops_per_s["bfloat16" if dtype == "bfloat16" else "float32"]
+    peak = hardware.peak_flops_per_s.get("bfloat16" if dtype == "bfloat16" else "float32")
+    if peak is None:
+        raise ConfigError(
+            f"peak_flops_per_s of {hardware.name} must name {dtype}, in which the model trains, found "
+            f"{sorted(hardware.peak_flops_per_s)}. Add it, or measure a profile."
+        )
     seconds_per_unit = {
         "flops": 1.0 / (peak * hardware.matmul_share),
         "attention_flops": 1.0 / (peak * hardware.attention_share),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dflop_ds.cost.features import ProfileRow, check_rows
+from dflop_ds.cost.features import ProfileRow, check_rows, check_times
 from dflop_ds.cost.files import check_schema, read_json, write_json
 from dflop_ds.errors import CostModelError
 from dflop_ds.families import model_dims
@@ -136,6 +136,7 @@ class ProfileTable:
         parameters: Mapping[str, int] | None = None,
     ) -> None:
         check_rows(rows)
+        check_times(rows)
         self.rows = list(rows)
         self.fingerprint = fingerprint
         self.limits = list(limits)

@@ -13,6 +13,7 @@ from dflop_ds.config import load_ds_config, parse_dflop
 from dflop_ds.cost.features import ProfileRow
 from dflop_ds.families import model_dims
 from dflop_ds.planning.analytic import model_layers, parameter_counts
+from dflop_ds.planning.hardware import PRESETS
 from dflop_ds.profiling.table import Fingerprint, ProfileTable, model_hash
 from tests.support.planning import mixed_table
 from tests.unit.test_cli_schedule import CONFIG as MODEL
@@ -99,6 +100,10 @@ def test_what_is_missing_is_said(files: Path, capsys: pytest.CaptureFixture[str]
 def test_wrong_arguments_are_explained(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(files, "--gpus", "4", "--hardware", "tpu") == 2
     assert "a100-80g" in capsys.readouterr().err
+    for name, value in (("--gpus", "-4"), ("--batch-size", "0"), ("--seed", "-1"), ("--load-s", "nan")):
+        with pytest.raises(SystemExit, match="2"):
+            plan(files, "--gpus", "4", name, value)
+        assert f"argument {name}: must be a" in capsys.readouterr().err
     assert plan(files, "--gpus", "4", "--headroom", "1.5") == 2
     assert "--headroom" in capsys.readouterr().err
     assert plan(files, "--gpus", "4", "--gpu-memory-gb", "nan") == 2
@@ -113,6 +118,37 @@ def test_wrong_arguments_are_explained(files: Path, capsys: pytest.CaptureFixtur
     profile.write_text(json.dumps(content))
     assert plan(files, "--gpus", "4", "--profile", str(profile)) == 2
     assert "another model_hash" in capsys.readouterr().err
+
+
+def test_wrong_values_in_the_configuration_are_named(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = json.loads((files / "ds.json").read_text())
+    for change, message in (
+        ({"train_batch_size": True}, "train_batch_size True"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "reduce_bucket_size: must be a number"),
+        ({"zero_optimization": 1}, "zero_optimization: must be an object"),
+    ):
+        (files / "ds.json").write_text(json.dumps({**good, **change}))
+        assert plan(files, "--gpus", "2") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_hardware_without_the_trained_type_needs_a_profile(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(PRESETS["cpu"].model_dump_json())
+    content["peak_flops_per_s"] = {"float32": 1e12}
+    (files / "hardware.json").write_text(json.dumps(content))
+    options = ("--gpus", "2", "--hardware", str(files / "hardware.json"))
+    assert plan(files, *options) == 2
+    assert "must name bfloat16, in which the model trains, found ['float32']" in capsys.readouterr().err
+    assert plan(files, *options, "--profile", write_profile(files)) == 0
+
+
+def test_a_profile_in_another_type_is_noted(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = json.loads((files / "ds.json").read_text())
+    (files / "ds.json").write_text(json.dumps({**good, "bf16": {"enabled": False}}))
+    assert plan(files, "--gpus", "2", "--profile", write_profile(files)) == 0
+    assert "layer times are of bfloat16, the configuration trains in float32" in capsys.readouterr().out
 
 
 def test_profiles_of_several_tensor_degrees(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

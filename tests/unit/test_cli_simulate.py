@@ -150,6 +150,19 @@ def test_what_is_missing_is_named(files, change, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
+def test_a_profile_of_shared_layers_is_refused_and_another_type_is_noted(files, capsys) -> None:
+    profile = json.loads((files / "profile.json").read_text())
+    for change, code in (({"tensor_parallel_degree": 2}, 2), ({"dtype": "bfloat16"}, 0)):
+        fingerprint = {**profile["fingerprint"], **change}
+        (files / "profile.json").write_text(json.dumps({**profile, "fingerprint": fingerprint}))
+        assert main(_arguments(files)) == code
+        printed = capsys.readouterr()
+        if code:
+            assert "found one of tensor-parallel degree 2" in printed.err
+        else:
+            assert "layer times are of bfloat16, the configuration trains in float32" in printed.out
+
+
 def test_steps_must_be_positive(files, capsys) -> None:
     assert main([*_arguments(files), "--trace-step", "2"]) == 2
     assert "--trace-step below it" in capsys.readouterr().err
