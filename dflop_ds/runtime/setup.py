@@ -130,6 +130,8 @@ def profile_model(
     model_config = read_model_config(config)
     content = model_content(model_config)
     group = costs.profiling_group(content)
+    if group.size > 1:
+        forget_segment_names()
     source = open_dataset(config)
     found = scan_shapes(source, config, model_config, config.data.shape_cache)
     dataset = ProbedDataset(source, found.table, found.rows)

@@ -42,6 +42,7 @@ def test_shares_of_layers(tmp_path):
     reports = run_ranks("sharded", arguments, tmp_path / "out")
     for report in reports:
         assert report["code"] == 0
+        assert report["segments"] == [], "shared memory that would outlive the ranks"
         assert report["decisions"] == [True, False], "those of rank 0"
         assert max(report["differences"].values()) < 1e-5, report["differences"]
     profile = ProfileTable.load(tmp_path / "out" / "profile.json")

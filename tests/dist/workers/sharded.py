@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -48,6 +50,7 @@ for plan in pipeline_layers(AutoConfig.from_pretrained(arguments["model_dir"])):
     hidden = whole
 decisions = group.agree([rank == 0, rank == 1])
 code = main(["profile", "model", arguments["config"], "--out", str(out / "profile.json"), "--budget-s", "1"])
-report = {"differences": differences, "decisions": decisions, "code": code}
+segments = glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*")
+report = {"differences": differences, "decisions": decisions, "code": code, "segments": segments}
 (out / f"rank{rank}.json").write_text(json.dumps(report))
 leave()
