@@ -12,7 +12,14 @@ from typing import Any
 
 from dflop_ds.cli.arguments import seconds, whole_number
 from dflop_ds.cli.training import configured_training, note_other_dtype
-from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop, reduce_bucket_values, uses_bf16
+from dflop_ds.config import (
+    BatchSizes,
+    load_ds_config,
+    parse_dflop,
+    plannable_zero_stages,
+    reduce_bucket_values,
+    uses_bf16,
+)
 from dflop_ds.cost.files import read_json
 from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.cost.memory import MemoryModel
@@ -90,7 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
     profiles = read_profiles(arguments.profile)
     workload = make_workload(ds_config, arguments, hardware, profiles)
     limit_bytes = _limit_bytes(arguments, hardware)
-    space = SearchSpace(arguments.gpus, min_stages=arguments.min_stages, max_stages=arguments.max_stages)
+    space = SearchSpace(
+        arguments.gpus,
+        min_stages=arguments.min_stages,
+        max_stages=arguments.max_stages,
+        zero_stages=plannable_zero_stages(ds_config),
+    )
     if arguments.layouts == "all":
         space = dataclasses.replace(space, kinds=("uniform", "separate"), max_tensor=_ALL_TENSOR_DEGREES)
     found = search(

@@ -18,6 +18,9 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 _REDUCE_BUCKET_VALUES = 500_000_000
 """DeepSpeed's default."""
 
+_ZERO_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muon")
+"""Names by which a configuration asks for DeepSpeed's ``ZERO_SUPPORTED_OPTIMIZERS``."""
+
 _REFUSED = (
     ("fp16", "enabled", 'Use "bf16": {"enabled": true}, which needs no loss scaling, or fp32.'),
     ("amp", "enabled", 'Use "bf16": {"enabled": true} or fp32.'),
@@ -244,6 +247,17 @@ def with_fp32_accumulation(ds_config: dict[str, Any]) -> dict[str, Any]:
         # The same bf16 optimizer as without ZeRO, which wraps any other one.
         changed["zero_allow_untested_optimizer"] = True
     return changed
+
+
+def plannable_zero_stages(ds_config: dict[str, Any]) -> tuple[int, ...]:
+    """ZeRO stages that DeepSpeed accepts in a pipeline with the optimizer of a configuration.
+
+    Stage 1 takes optimizers of a list only, unless ``zero_allow_untested_optimizer`` is set. An optimizer
+    that the program brings along is not known here and counts as listed.
+    """
+    kind = _block(ds_config, "optimizer").get("type")
+    is_listed = not isinstance(kind, str) or kind.lower() in _ZERO_OPTIMIZERS
+    return (0, 1) if is_listed or ds_config.get("zero_allow_untested_optimizer", False) else (0,)
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:

@@ -132,6 +132,19 @@ def test_wrong_values_in_the_configuration_are_named(files: Path, capsys: pytest
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "allowed", "stage"), [("AdamW", False, 1), ("SGD", False, 0), ("SGD", True, 1)]
+)
+def test_a_plan_has_the_zero_stage_that_the_optimizer_takes(
+    files: Path, optimizer: str, allowed: bool, stage: int
+) -> None:
+    good = json.loads((files / "ds.json").read_text())
+    change = {"optimizer": {"type": optimizer}, "zero_allow_untested_optimizer": allowed}
+    (files / "ds.json").write_text(json.dumps({**good, **change}))
+    assert plan(files, "--gpus", "2", "--max-stages", "1", "--out", str(files / "plan.json")) == 0
+    assert load_ds_config(files / "plan.json")["zero_optimization"]["stage"] == stage
+
+
 def test_hardware_without_the_trained_type_needs_a_profile(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
