@@ -28,11 +28,16 @@ def test_signals_ask_for_an_end_and_are_given_back() -> None:
 
 
 def test_data_workers_leave_signals_to_a_rank_that_handles_them() -> None:
-    leave_signals_to_rank(0)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with on_signals(lambda: None):
+    # A process that was started in the background may have inherited an ignored SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
         leave_signals_to_rank(0)
-        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with on_signals(lambda: None):
+            leave_signals_to_rank(0)
+            assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_random_numbers_go_on_where_they_were() -> None:
