@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     best = found.best
     if best is None:
-        print(f"\nno layout fits into {limit_bytes / 1e9:.1f} GB per GPU. What is missing:")
+        print(f"\nno layout fits into {limit_bytes / 1e9:.3g} GB per GPU. What is missing:")
         print("\n".join(what_is_missing(workload, space, found, limit_bytes)))
         return 1
     _print_plan(found, best, workload, limit_bytes, arguments.rows)

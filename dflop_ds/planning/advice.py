@@ -98,8 +98,8 @@ def what_is_missing(workload: Workload, space: SearchSpace, found: Search, limit
     at_least = "" if found.too_large else "at least "
     smallest = f" ({found.too_large.layout})" if found.too_large else ""
     lines.append(
-        f"memory: {at_least}{needed / 1e9:.1f} GB per GPU are needed by the smallest layout{smallest}, "
-        f"{limit_bytes / 1e9:.1f} GB may be used."
+        f"memory: {at_least}{needed / 1e9:.3g} GB per GPU are needed by the smallest layout{smallest}, "
+        f"{limit_bytes / 1e9:.3g} GB may be used."
     )
     for doubling in range(1, _MOST_DOUBLINGS + 1):
         num_gpus = space.num_gpus * 2**doubling

@@ -93,6 +93,7 @@ def test_what_is_missing_is_said(files: Path, capsys: pytest.CaptureFixture[str]
     assert plan(files, "--gpus", "1", "--gpu-memory-gb", "0.002") == 1
     printed = capsys.readouterr().out
     assert "What is missing" in printed
+    assert "fits into 0.0018 GB per GPU" in printed and "0.0018 GB may be used" in printed
     for part in ("memory:", "GPUs:", "a smaller cap:"):
         assert part in printed
 

@@ -27,7 +27,7 @@ def test_missing_memory_gpus_and_cap_are_named_and_would_do():
     found = search(workload, space, limit_bytes=limit_bytes)
     assert found.best is None
     memory, gpus, cap = what_is_missing(workload, space, found, limit_bytes)
-    assert f"{limit_bytes / 1e9:.1f} GB may be used" in memory
+    assert f"{limit_bytes / 1e9:.3g} GB may be used" in memory
     needed = int(gpus.split()[1])
     assert search(workload, SearchSpace(needed), limit_bytes=limit_bytes).best is not None
     assert cap.startswith("a smaller cap")
