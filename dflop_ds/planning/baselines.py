@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Literal
-
-import numpy as np
-
-from dflop_ds.cost.split import balanced_split
 from dflop_ds.planning.evaluation import Evaluation, Evaluator
 from dflop_ds.planning.search import Search
-from dflop_ds.planning.stages import StageTable
-
-SplitRule = Literal["parameters", "uniform"]
-
-
-def split_by_rule(stages: StageTable, num_stages: int, rule: SplitRule) -> tuple[int, ...]:
-    """Layers of each stage as DeepSpeed's partition methods ``parameters`` and ``uniform`` cut them."""
-    layers = stages.workload.layers
-    if rule == "uniform":
-        return tuple(len(part) for part in np.array_split(np.arange(len(layers)), num_stages))
-    counts = stages.workload.memory_model.parameters
-    edges = balanced_split(layers, [float(counts[kind]) for kind in layers], num_stages)
-    return tuple(after - before for before, after in itertools.pairwise(edges))
+from dflop_ds.planning.stages import SplitRule, StageTable, split_by_rule
 
 
 def best_blind(

@@ -67,9 +67,10 @@ def comparison_lines(plan: Evaluation, others: dict[str, Evaluation | None]) -> 
         if other is None:
             lines.append(f"{name}: no such layout fits")
         else:
+            ratio = other.step_s / plan.step_s
             lines.append(
                 f"{name}: {other.step_s:.4g} s ({other.layout}), the plan is "
-                f"{other.step_s / plan.step_s:.2f}x faster"
+                f"{ratio:.2f}x {'faster' if ratio >= 1.0 else 'as fast'}"
             )
     return lines
 

@@ -8,7 +8,8 @@ Pruning keeps the argmin. A layout is left out unsimulated only if
 Only the budget of simulations can end the search earlier; `Search.proven` states whether it did not.
 Layouts are simulated in the order of their estimates, those last that probably do not fit; then the
 neighbours of the best one, which have the same degrees and the next smaller or larger number of
-microbatches, until none is better.
+microbatches, until none is better. Stages are cut by time; last, the best layout is also simulated with
+DeepSpeed's own cuts, which can be faster where transfers weigh more than balance.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dflop_ds.planning.candidates import Candidates, enumerate_layouts
 from dflop_ds.planning.evaluation import Evaluation, Evaluator
 from dflop_ds.planning.layout import Layout, SearchSpace
 from dflop_ds.planning.scoring import Scorer, Scores
-from dflop_ds.planning.stages import StageTable
+from dflop_ds.planning.stages import SPLIT_RULES, StageTable, split_by_rule
 from dflop_ds.planning.workload import Workload
 
 DEFAULT_SIMULATIONS = 20
@@ -107,6 +108,7 @@ def search(
     while run.simulate_neighbours():
         pass
     run.ranking.sort(key=lambda found: (found.step_s, found.peak_bytes))
+    run.recut_best()
     open_s = scores.bound_s[np.flatnonzero(run.is_open)]
     bound_s = float(open_s.min()) if open_s.size else np.inf
     return Search(
@@ -166,6 +168,19 @@ class _Run:
         for index in np.flatnonzero(same & near & self.is_open).tolist():
             self.simulate(index)
         return self.best_index != before
+
+    def recut_best(self) -> None:
+        """Take one of DeepSpeed's cuts for the first of the ranking, if it fits and is faster."""
+        if not self.ranking or self.ranking[0].layout.encoder is not None:
+            return
+        layout = self.ranking[0].layout
+        for rule in SPLIT_RULES:
+            sizes = split_by_rule(self.evaluator.stages, layout.llm.pipeline, rule)
+            if sizes == self.ranking[0].sizes:
+                continue
+            tried = self.evaluator.evaluate(layout, sizes)
+            if tried.peak_bytes <= self.limit_bytes and tried.step_s < self.ranking[0].step_s:
+                self.ranking[0] = tried
 
     def simulate(self, index: int) -> None:
         """Simulate a layout, unless it cannot beat the best one and enough are ranked."""

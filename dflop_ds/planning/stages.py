@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,9 @@ from dflop_ds.planning.layout import Layout
 from dflop_ds.planning.workload import Workload
 
 IntArray = npt.NDArray[np.int64]
+SplitRule = Literal["parameters", "uniform"]
+SPLIT_RULES: tuple[SplitRule, ...] = ("parameters", "uniform")
+"""Partition methods of DeepSpeed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +105,13 @@ class StageTable:
         totals = workload.layer_totals(np.array([1]), checkpointing, np.array([num_bins]))[0]
         order = {kind: index for index, kind in enumerate(workload.kinds)}
         return np.array([totals[order[kind]] for kind in workload.layers])
+
+
+def split_by_rule(stages: StageTable, num_stages: int, rule: SplitRule) -> tuple[int, ...]:
+    """Layers of each stage as DeepSpeed's partition methods ``parameters`` and ``uniform`` cut them."""
+    layers = stages.workload.layers
+    if rule == "uniform":
+        return tuple(len(part) for part in np.array_split(np.arange(len(layers)), num_stages))
+    counts = stages.workload.memory_model.parameters
+    edges = balanced_split(layers, [float(counts[kind]) for kind in layers], num_stages)
+    return tuple(after - before for before, after in itertools.pairwise(edges))

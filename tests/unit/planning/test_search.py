@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from dflop_ds.flops import AudioDims, ModelDims, NativeVisionDims
-from dflop_ds.planning.baselines import best_blind, gain_of_balancing, split_by_rule
+from dflop_ds.planning.baselines import best_blind, gain_of_balancing
 from dflop_ds.planning.candidates import enumerate_layouts
 from dflop_ds.planning.evaluation import Evaluator
+from dflop_ds.planning.hardware import PRESETS
 from dflop_ds.planning.layout import SearchSpace
 from dflop_ds.planning.report import comparison_lines, plan_lines, ranking_lines, search_line
 from dflop_ds.planning.search import search
-from dflop_ds.planning.stages import StageTable
+from dflop_ds.planning.stages import SPLIT_RULES, StageTable, split_by_rule
 from tests.support.planning import DIMS, mixed_table, small_workload
 
 
@@ -71,6 +72,17 @@ def test_splits_by_rule():
     counts = [stages.workload.memory_model.parameters[kind] for kind in stages.workload.layers]
     largest = [max(sum(counts[:cut]), sum(counts[cut:])) for cut in range(1, 12)]
     assert max(sum(counts[: sizes[0]]), sum(counts[sizes[0] :])) == min(largest)
+
+
+@pytest.mark.parametrize("num_stages", range(2, 8))
+def test_no_cut_of_deepspeed_is_faster_than_the_plan(num_stages):
+    # Few microbatches over slow links: transfers weigh more than the balance of the stages.
+    workload = small_workload(mixed_table(64), 2, hardware=PRESETS["cpu"])
+    found = search(workload, SearchSpace(num_stages, min_stages=num_stages), limit_bytes=80e9)
+    stages = StageTable(workload)
+    for rule in SPLIT_RULES:
+        other = Evaluator(stages).evaluate(found.best.layout, split_by_rule(stages, num_stages, rule))
+        assert found.best.step_s <= other.step_s
 
 
 def test_baselines_are_data_blind_and_uniform():
