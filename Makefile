@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
         compat-transformers $(addprefix compat-transformers-,$(TRANSFORMERS))
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 21
 
 install: ## create $(VENV), install the package, build DeepSpeed's CPU op, check the machine
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
