@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 PY := $(BIN)/python
-RUFF_CHECK := --line-length 110 --target-version py310 --select E,F,W,I,B,UP,SIM,RUF,PT --ignore B028,PT018,SIM108,RUF002,RUF003,RUF005
-RUFF_FORMAT := --line-length 110 --target-version py310
+# Without --exclude ruff passes over every folder called dist.
+RUFF_CHECK := --exclude __pycache__ --line-length 110 --target-version py310 --select E,F,W,I,B,UP,SIM,RUF,PT --ignore B028,PT018,SIM108,RUF002,RUF003,RUF005
+RUFF_FORMAT := --exclude __pycache__ --line-length 110 --target-version py310
 SOURCES := $(wildcard dflop_ds benchmarks tests)
 COMPAT := 0.19.3 newest
 TRANSFORMERS := 5.22 5.23 5.24

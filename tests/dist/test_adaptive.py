@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.support.ranks import run_ranks
 from tests.support.training import demo_paths, ds_config
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.support.ranks import run_ranks
 from tests.support.training import demo_paths, ds_config
 
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.dist
 
 def test_training_goes_on_without_its_solver(tiny_demo: Any, tmp_path: Path) -> None:
     block = {"scheduler": {"deterministic_time_s": 0.02, "deadline_s": 0.5, "solver": "process"}}
-    first, second = run_ranks("broken_solver", {"config": ds_config(demo_paths(tiny_demo), tmp_path, block)}, tmp_path)
+    first, second = run_ranks(
+        "broken_solver", {"config": ds_config(demo_paths(tiny_demo), tmp_path, block)}, tmp_path
+    )
     assert first["losses"] == second["losses"]
     assert np.isfinite(first["losses"]).all()
     assert first["started"] >= 2, "the killed process was replaced"

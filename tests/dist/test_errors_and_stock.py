@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.support.ranks import run_ranks
 from tests.support.training import demo_paths, ds_config
 
@@ -25,7 +26,11 @@ def test_disabled_is_stock(tiny_demo: Any, tmp_path: Path) -> None:
 def broken_image(demo: dict[str, str], root: Path) -> dict[str, Any]:
     records = [json.loads(line) for line in Path(demo["train_path"]).read_text().splitlines()]
     (root / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0 cut")
-    bad = {**next(r for r in records if isinstance(r.get("image"), str)), "id": "bad-one", "image": str(root / "cut.jpg")}
+    bad = {
+        **next(r for r in records if isinstance(r.get("image"), str)),
+        "id": "bad-one",
+        "image": str(root / "cut.jpg"),
+    }
     (root / "train.jsonl").write_text("\n".join(json.dumps(r) for r in [*records, bad]))
     return ds_config(demo | {"train_path": str(root / "train.jsonl")}, root)
 

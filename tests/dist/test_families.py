@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tests.support.model_dirs import TOY_FAMILY, write_internvl_model, write_toy_model
 from tests.support.ranks import run_ranks
 from tests.support.training import ds_config

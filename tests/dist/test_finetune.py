@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.ranks import run_ranks
-from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.scheduling.order import EpochOrder
+from tests.support.ranks import run_ranks
+from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 pytestmark = pytest.mark.dist
 
@@ -20,13 +20,19 @@ NUM_STEPS, BATCH, CLIP, LR, EPS = 3, 8, 0.5, 0.01, 1e-3
 ADAM = {"type": "Adam", "params": {"lr": LR, "eps": EPS, "weight_decay": 0.0, "torch_adam": True}}
 WARMUP = {"warmup_min_lr": LR / 2, "warmup_max_lr": LR, "warmup_num_steps": 2, "warmup_type": "linear"}
 VISION, TEXT = "model.vision_tower.", ("model.language_model.", "lm_head.")
-FROZEN_FIRST = {"parallel": {"pipeline_stages": 2, "split": [4, 5]}, "finetune": {"freeze": ["encoder", "projector"]}}
+FROZEN_FIRST = {
+    "parallel": {"pipeline_stages": 2, "split": [4, 5]},
+    "finetune": {"freeze": ["encoder", "projector"]},
+}
 FROZEN_LAST = {"parallel": {"pipeline_stages": 2, "split": [4, 5]}, "finetune": {"freeze": ["llm"]}}
 GROUPED = {
     "parallel": {"pipeline_stages": 1},
     "finetune": {
         "freeze": ["encoder.layers.1", "*.bias", "llm.embed"],
-        "param_groups": [{"match": ["encoder"], "lr": LR / 10}, {"match": ["*norm.weight"], "weight_decay": 0.1}],
+        "param_groups": [
+            {"match": ["encoder"], "lr": LR / 10},
+            {"match": ["*norm.weight"], "weight_decay": 0.1},
+        ],
     },
 }
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, float]] = {
@@ -41,7 +47,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, float]] = {
     "groups-zero1": (
         GROUPED,
         {"zero_optimization": {"stage": 1}, "scheduler": {"type": "WarmupLR", "params": WARMUP}},
-        lambda name: name.startswith(f"{VISION}encoder.layers.1.") or name.endswith(".bias") or "embed_tokens" in name,
+        lambda name: (
+            name.startswith(f"{VISION}encoder.layers.1.") or name.endswith(".bias") or "embed_tokens" in name
+        ),
         1e-4,
     ),
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tests.support.ranks import run_ranks
 from tests.support.training import ds_config, reference_loss, reference_model
 
@@ -27,10 +28,16 @@ def hard_batch(tiny_demo: Any, tmp_path_factory: pytest.TempPathFactory) -> dict
     with_many = next(r for r in records if isinstance(r.get("image"), list))
     with_clip = next(r for r in records if "video" in r)
     text_only = [r for r in records if "image" not in r and "video" not in r]
-    short = {"id": "short", "conversations": [{"from": "human", "value": "Yes?"}, {"from": "gpt", "value": "Yes."}]}
+    short = {
+        "id": "short",
+        "conversations": [{"from": "human", "value": "Yes?"}, {"from": "gpt", "value": "Yes."}],
+    }
     long = {
         "id": "long",
-        "conversations": [{"from": "human", "value": "Tell me."}, {"from": "gpt", "value": "the river is wide " * 60}],
+        "conversations": [
+            {"from": "human", "value": "Tell me."},
+            {"from": "gpt", "value": "the river is wide " * 60},
+        ],
     }
     masked = {"id": "masked", "conversations": [{"from": "human", "value": "Nobody answers this question."}]}
     masked_image = {**with_one, "id": "masked-image", "conversations": [with_one["conversations"][0]]}
@@ -63,7 +70,9 @@ def reference(hard_batch: dict[str, str]) -> dict[str, tuple[float, dict[str, to
     return found
 
 
-def pipeline_step(hard_batch: dict[str, str], out: Path, *, stages: int, dflop: dict[str, Any], **top: Any) -> Any:
+def pipeline_step(
+    hard_batch: dict[str, str], out: Path, *, stages: int, dflop: dict[str, Any], **top: Any
+) -> Any:
     config = ds_config(hard_batch, out, {"parallel": {"pipeline_stages": stages}, **dflop}, **top)
     reports = run_ranks("gradients", {"config": config}, out)
     grads: dict[str, np.ndarray] = {}
@@ -115,7 +124,9 @@ def test_gradient_equals_one_process(
     loss, expected = reference[dflop.get("loss", {}).get("reduction", "token")]
     block = {key: value for key, value in dflop.items() if key != "parallel"}
     parallel = {"pipeline_stages": stages, **dflop.get("parallel", {})}
-    reports, grads = pipeline_step(hard_batch, tmp_path, stages=stages, dflop={**block, "parallel": parallel}, **top)
+    reports, grads = pipeline_step(
+        hard_batch, tmp_path, stages=stages, dflop={**block, "parallel": parallel}, **top
+    )
     assert reports[0]["loss"] == pytest.approx(loss, rel=1e-5)
     assert reports[1]["loss"] == pytest.approx(loss, rel=1e-5)
     assert sorted(index for members in reports[0]["bins"] for index in members) == list(range(8))

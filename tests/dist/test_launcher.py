@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.ranks import free_port
-from tests.support.training import demo_paths, ds_config
 
 from dflop_ds.cli.main import main
 from dflop_ds.scheduling.plan_log import audit, read_plan_log
+from tests.support.ranks import free_port
+from tests.support.training import demo_paths, ds_config
 
 pytestmark = pytest.mark.dist
 

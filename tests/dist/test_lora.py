@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.ranks import run_ranks
-from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.scheduling.order import EpochOrder
+from tests.support.ranks import run_ranks
+from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 pytestmark = pytest.mark.dist
 peft = pytest.importorskip("peft")
@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[bool, dict[str, Any]]] = {
 def with_adapter(demo: Any, folder: Path, trainable: bool) -> Any:
     """The ``transformers`` model with an exported adapter and the weights that were trained as a whole."""
     model = reference_model(str(demo.model_dir))
-    missing, unexpected = model.load_state_dict(load_file(folder / "trained.safetensors"), strict=False)
+    _, unexpected = model.load_state_dict(load_file(folder / "trained.safetensors"), strict=False)
     assert not unexpected
     return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=trainable).double()
 

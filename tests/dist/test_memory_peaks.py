@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.ranks import run_ranks
-from tests.support.training import demo_paths, ds_config
 from transformers import AutoConfig
 
 from dflop_ds.cost.features import MicrobatchFeatures
@@ -17,6 +15,8 @@ from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.data.probe import probe
 from dflop_ds.flops import ModelDims
 from dflop_ds.profiling.table import ProfileTable
+from tests.support.ranks import run_ranks
+from tests.support.training import demo_paths, ds_config
 
 pytestmark = pytest.mark.dist
 

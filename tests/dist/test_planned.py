@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.ranks import run_ranks
-from tests.support.training import demo_paths, ds_config
 
 from dflop_ds.cli.main import main
 from dflop_ds.config import load_ds_config
 from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.data.probe import probe
+from tests.support.ranks import run_ranks
+from tests.support.training import demo_paths, ds_config
 
 pytestmark = pytest.mark.dist
 

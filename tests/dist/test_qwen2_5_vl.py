@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.dist.test_gradient_equivalence import worst_error
-from tests.support.ranks import run_ranks
-from tests.support.tiny_qwen2_5_vl import reference_loss, write_tiny_qwen2_5_vl
-from tests.support.training import demo_paths, ds_config
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from dflop_ds.data.dataset import LlavaDataset, from_pretrained_dir
 from dflop_ds.scheduling.order import EpochOrder
+from tests.dist.test_gradient_equivalence import worst_error
+from tests.support.ranks import run_ranks
+from tests.support.tiny_qwen2_5_vl import reference_loss, write_tiny_qwen2_5_vl
+from tests.support.training import demo_paths, ds_config
 
 pytestmark = pytest.mark.dist
 

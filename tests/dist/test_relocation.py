@@ -11,19 +11,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.ranks import run_ranks
-from tests.support.training import demo_paths, ds_config, reference_loss
 from transformers import AutoConfig, LlavaOnevisionForConditionalGeneration
 
 from dflop_ds.cli.main import main
 from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.scheduling.order import EpochOrder
+from tests.support.ranks import run_ranks
+from tests.support.training import demo_paths, ds_config, reference_loss
 
 pytestmark = pytest.mark.dist
 
 BATCH, SEED = 8, 7
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-3, "torch_adam": True}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_num_steps": 9, "warmup_max_lr": 0.01, "warmup_type": "linear"},
+}
 ZERO1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
 

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.ranks import run_ranks
-from tests.support.training import demo_paths, ds_config
 
 from dflop_ds.scheduling.order import EpochOrder
 from dflop_ds.scheduling.plan_log import audit, read_plan_log
+from tests.support.ranks import run_ranks
+from tests.support.training import demo_paths, ds_config
 
 pytestmark = pytest.mark.dist
 
 NUM_STEPS, BATCH, SEED = 8, 8, 7
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.01, "warmup_type": "linear"},
+}
 
 
 class Run:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.ranks import run_ranks
-from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 from dflop_ds.data.dataset import from_pretrained_dir
+from tests.support.ranks import run_ranks
+from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 pytestmark = pytest.mark.dist
 datasets = pytest.importorskip("datasets")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoConfig
 
+from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.data.demo import build_demo
 from dflop_ds.data.demo_model import TinyModelDims
 from dflop_ds.data.probe import probe
-from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.models.llava_onevision import pipeline_layers
 from dflop_ds.profiling.table import ProfileTable
 from tests.support.ranks import run_ranks
-from transformers import AutoConfig
 
 
 @pytest.mark.dist

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import run_ranks
-from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.scheduling.order import EpochOrder
+from tests.support.ranks import run_ranks
+from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 pytestmark = pytest.mark.dist
 
@@ -119,7 +119,13 @@ def test_replicas_without_any_image(tiny_demo: Any, tmp_path: Path) -> None:
         "scheduler": {"policy": "blind"},
         "data": {"shuffle": False},
     }
-    top = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, **ZERO1, "gradient_clipping": 0.0}
+    top = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": ADAM,
+        **ZERO1,
+        "gradient_clipping": 0.0,
+    }
     config = ds_config(demo, tmp_path, block, **top)
     reports = run_ranks("trajectory", {"config": config, "num_steps": 2}, tmp_path)
     # Samples 0 and 2 go to replica 0 (text only), 1 and 3 to replica 1 (which has the image).
@@ -167,7 +173,7 @@ def test_same_seed_same_plans_and_every_sample_once(tiny_demo: Any, tmp_path: Pa
         assert [len(bins) for bins in steps] == [5, 5, 2]
         seen = sorted(index for bins in steps for members in bins for index in members)
         assert seen == list(range(24))
-    first, second = (sorted(sum(one[0]["plans"][i], [])) for i in (0, 3))
+    first, second = (sorted(index for members in one[0]["plans"][i] for index in members) for i in (0, 3))
     assert first != second
 
 

@@ -2,9 +2,8 @@
 
 import sys
 
-from tests.support.training import worker_arguments
-
 from dflop_ds.train import run
+from tests.support.training import worker_arguments
 
 sys.argv[1:] = ["--deepspeed_config", worker_arguments()["config_path"]]
 run()

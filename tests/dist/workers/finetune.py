@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 from deepspeed.runtime.pipe import p2p
+
 from tests.support.training import keep_gradients, leave, report, start, worker_arguments
 
 arguments = worker_arguments()

@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+
 from tests.support.training import keep_gradients, leave, report, start, worker_arguments
 
 arguments = worker_arguments()
@@ -12,7 +13,9 @@ plans = []
 next_step = engine.feed.next_step
 engine.feed.next_step = lambda: plans.append(next_step()) or plans[-1]
 loss = engine.train_batch()
-np.savez(f"{arguments['out']}/grads{os.environ['RANK']}.npz", **{name: grad.numpy() for name, grad in kept.items()})
+np.savez(
+    f"{arguments['out']}/grads{os.environ['RANK']}.npz", **{name: grad.numpy() for name, grad in kept.items()}
+)
 bins = [list(members) for members in plans[0].bins]
 report(arguments, {"loss": float(loss), "bins": bins, "parts": list(setup.model.parts)})
 engine.destroy()

@@ -1,4 +1,4 @@
-"""Trains small cases with ``transformers.Trainer`` on every rank and reports what the model saw and learned."""
+"""Trains small cases with ``transformers.Trainer`` and reports what the model saw and learned."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import torch
+
 from benchmarks.hf_data import IGNORED, SyntheticSamples
+from dflop_ds.integrations.hf_trainer import DflopCallback
 from tests.support.hf import build, make_samples, make_trainer
 from tests.support.training import leave
-
-from dflop_ds.integrations.hf_trainer import DflopCallback
 
 
 def supervised(batch):

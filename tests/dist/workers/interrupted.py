@@ -1,6 +1,6 @@
 """``dflop_ds.train``, struck by a signal on the way; writes which samples each rank loads.
 
-``arguments["strike"]`` is ``null`` or has "signal", "ranks", and either "step" (the n-th step of this process)
+``arguments["strike"]`` is ``null`` or has "signal", "ranks", and either "step" (this process's n-th step)
 or "file" (the n-th file that rank 0 writes with ``torch.save``).
 """
 
@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import torch
-from tests.support.training import worker_arguments
 
 from dflop_ds.data.dataset import LlavaDataset
 from dflop_ds.train import run
+from tests.support.training import worker_arguments
 
 arguments = worker_arguments()
 out, rank, strike = Path(arguments["out"]), int(os.environ["RANK"]), arguments["strike"] or {}

@@ -3,9 +3,9 @@
 import os
 
 import numpy as np
-from tests.support.training import keep_gradients, leave, report, start, worker_arguments
 
 from dflop_ds.runtime.adapter import save_adapter
+from tests.support.training import keep_gradients, leave, report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])

@@ -3,10 +3,9 @@
 import os
 import sys
 
-from tests.support.training import start, worker_arguments
-
 from dflop_ds.data.dataset import LlavaDataset
 from dflop_ds.errors import PlanError
+from tests.support.training import start, worker_arguments
 
 original = LlavaDataset.__getitem__
 

@@ -17,5 +17,8 @@ again = float(engine.train_batch())
 workers = len(multiprocessing.active_children())
 engine.destroy()
 left = len(multiprocessing.active_children())
-report(arguments, {"planned": planned, "own": mine, "again": again, "workers": workers, "left": left, "segments": segments})
+report(
+    arguments,
+    {"planned": planned, "own": mine, "again": again, "workers": workers, "left": left, "segments": segments},
+)
 leave()

@@ -3,11 +3,10 @@
 import os
 
 import numpy as np
-import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.support.training import leave, report, start, worker_arguments
 
 from dflop_ds.runtime.export import export_engine
+from tests.support.training import leave, report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])
@@ -32,7 +31,9 @@ def note(file):
             content[f"{name} exp_avg_sq"] = optimizer.state[p]["exp_avg_sq"]
     base = optimizer.optimizer if partitioned else optimizer
     steps = {float(state["step"]) for state in base.state.values()}
-    np.savez(f"{arguments['out']}/{file}{rank}.npz", **{name: value.numpy() for name, value in content.items()})
+    np.savez(
+        f"{arguments['out']}/{file}{rank}.npz", **{name: value.numpy() for name, value in content.items()}
+    )
     return sorted(steps)
 
 

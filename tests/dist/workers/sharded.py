@@ -8,7 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 from transformers import AutoConfig
 
 from dflop_ds.cli.main import main

@@ -3,10 +3,10 @@
 import deepspeed
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from tests.support.training import leave, report, worker_arguments
 
 import dflop_ds
 from dflop_ds.config import parse_dflop
+from tests.support.training import leave, report, worker_arguments
 
 arguments = worker_arguments()
 config = arguments["config"]
@@ -24,7 +24,8 @@ for initialize in (dflop_ds.initialize, deepspeed.initialize):
     types.append(
         [
             type(engine) is PipelineEngine,
-            type(loader) is DeepSpeedDataLoader or type(getattr(loader, "loader", None)) is DeepSpeedDataLoader,
+            type(loader) is DeepSpeedDataLoader
+            or type(getattr(loader, "loader", None)) is DeepSpeedDataLoader,
         ]
     )
     losses.append([float(engine.train_batch()) for _ in range(2)])

@@ -4,10 +4,10 @@ import collections
 import zlib
 
 import torch
-from tests.support.training import leave, report, start, worker_arguments
 
 from dflop_ds.models.layers import PipelineLayer
 from dflop_ds.runtime import compat
+from tests.support.training import leave, report, start, worker_arguments
 
 arguments = worker_arguments()
 calls: collections.Counter[str] = collections.Counter()
@@ -54,7 +54,9 @@ if arguments.get("checkpoint"):
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.save_checkpoint(arguments["out"] + "/checkpoint")
     engine.train_batch()
-    result["moved"] = max(float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters())
+    result["moved"] = max(
+        float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters()
+    )
     engine.load_checkpoint(arguments["out"] + "/checkpoint")
     result["restored"] = max(
         float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters()
