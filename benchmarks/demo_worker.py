@@ -15,6 +15,7 @@ from deepspeed.utils import RepeatingLoader
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import dflop_ds
+from benchmarks.worker import leave
 from dflop_ds.config import load_ds_config, parse_dflop
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.runtime.report import write_step_trace
@@ -50,6 +51,7 @@ def main() -> None:
             (args.out / f"{run.label}.json").write_text(json.dumps(result))
     for run in runs:
         run.engine.destroy()
+    leave()
 
 
 class Run:

@@ -19,6 +19,7 @@ from deepspeed.utils import RepeatingLoader
 
 import dflop_ds
 from benchmarks.emulated_times import LAYERS, EmulatedModel, EmulatedTimes
+from benchmarks.worker import leave
 from dflop_ds import flops
 from dflop_ds.data.layout import PackedLayout, bin_tag
 from dflop_ds.data.probed import ProbedDataset
@@ -53,6 +54,7 @@ def main() -> None:
     dist.barrier()
     for run in runs:
         run.engine.destroy()
+    leave()
 
 
 class Run:

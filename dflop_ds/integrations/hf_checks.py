@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import Trainer
 
-from dflop_ds.errors import ConfigError
+from dflop_ds.errors import ConfigError, DflopError
 from dflop_ds.integrations.hf_sampler import BalancedBatchSampler
 
 logger = logging.getLogger(__name__)
+
+Prepared = TypeVar("Prepared")
 
 _SYNC_OF_ZERO_STAGE = {0: "step", 1: "step", 2: "microbatch", 3: "phase"}
 
@@ -86,6 +90,31 @@ def check_trainer(trainer: Trainer, loader: Any) -> None:
             "where it returns a mean over the microbatch, True where it divides.",
             type(trainer).__name__,
         )
+
+
+def on_every_rank(trainer: Trainer, prepare: Callable[[], Prepared]) -> Prepared:
+    """What `prepare` returns; if it fails on one rank, all of them stop instead of waiting for it.
+
+    Raises
+    ------
+    DflopError
+        This rank's own error, or one that names the ranks that have failed.
+    """
+    own: DflopError | None = None
+    try:
+        prepared = prepare()
+    except DflopError as error:
+        own = error
+    failed = torch.tensor([int(own is not None)], device=trainer.args.device)
+    ranks = trainer.accelerator.gather(failed).nonzero().flatten().tolist()
+    if own is not None:
+        raise own
+    if ranks:
+        raise DflopError(
+            f"every rank must be able to prepare the callback, ranks {ranks} could not. Their messages say "
+            "why."
+        )
+    return prepared
 
 
 def check_sampler(sampler: Any) -> None:

@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from dflop_ds.errors import ConfigError
 from dflop_ds.integrations.hf_calibration import Calibration, backward_factors
-from dflop_ds.integrations.hf_checks import check_trainer, sync_point
+from dflop_ds.integrations.hf_checks import check_trainer, on_every_rank, sync_point
 from dflop_ds.integrations.hf_compat import find_trainer, replace_batch_sampler
 from dflop_ds.integrations.hf_config import TrainerCallbackConfig, load_config, parse_config
 from dflop_ds.integrations.hf_media import DummyMedia
@@ -105,17 +105,8 @@ class DflopCallback(TrainerCallback, ExportableState):
         self._close()
         trainer = self._trainer = self._trainer or find_trainer(self)
         loader = kwargs["train_dataloader"]
-        check_trainer(trainer, loader)
-        progress = self._stored_progress(state) if state.global_step else None
-        shape_fn = self._shape_fn or _shape_fns.get(trainer)
-        planner = make_planner(trainer, loader, self.config, shape_fn, progress)
+        planner = on_every_rank(trainer, lambda: self._prepare(trainer, loader, state))
         sampler = BalancedBatchSampler(planner, args.process_index)
-        if len(sampler) != len(loader):
-            raise ConfigError(
-                f"an epoch must have {len(loader)} batches on rank {args.process_index}, as the Trainer has "
-                f"counted, the callback would give {len(sampler)}. Keep accelerator_config "
-                "even_batches=True."
-            )
         replace_batch_sampler(loader, sampler)
         dummies = DummyMedia(trainer.model.config, _collate_one(loader), planner.media_candidates())
         self._session = StepSession(
@@ -129,6 +120,21 @@ class DflopCallback(TrainerCallback, ExportableState):
         steps = planner.layout.steps_per_epoch
         self._next_epoch = state.global_step // steps
         self._num_skipped = 0 if args.ignore_data_skip else state.global_step % steps
+
+    def _prepare(self, trainer: Trainer, loader: Any, state: Any) -> RankPlanner:
+        """Check the Trainer and plan over its data."""
+        check_trainer(trainer, loader)
+        progress = self._stored_progress(state) if state.global_step else None
+        shape_fn = self._shape_fn or _shape_fns.get(trainer)
+        planner = make_planner(trainer, loader, self.config, shape_fn, progress)
+        rank = trainer.args.process_index
+        num_batches = len(BalancedBatchSampler(planner, rank))
+        if num_batches != len(loader):
+            raise ConfigError(
+                f"an epoch must have {len(loader)} batches on rank {rank}, as the Trainer has counted, the "
+                f"callback would give {num_batches}. Keep accelerator_config even_batches=True."
+            )
+        return planner
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Follow the epoch that the Trainer begins."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from benchmarks.hf_data import IGNORED, SyntheticSamples, build_model
+from dflop_ds.cost.microbatch_cost import MicrobatchCost
 from tests.support.hf import COST, build, make_samples, plain_training
 from tests.support.ranks import ROOT, WORKERS, free_port, run_ranks
 
@@ -93,6 +94,15 @@ def test_ranks_that_would_train_on_different_plans_stop(tmp_path: Path) -> None:
     run_ranks("hf_trainer", {"cases": cases}, tmp_path, expect=1)
     for rank in range(2):
         assert "all ranks must act on the same plan of step 0" in (tmp_path / f"rank{rank}.log").read_text()
+
+
+def test_what_one_rank_lacks_stops_all_of_them(tmp_path: Path) -> None:
+    MicrobatchCost(1e-5, 0.0, 1e-4, 0.0).save(tmp_path / "cost0.json")
+    cases = [case("one rank", tmp_path, config={"profile": str(tmp_path / "cost{rank}.json")})]
+    run_ranks("hf_trainer", {"cases": cases}, tmp_path, expect=1)
+    first, second = ((tmp_path / f"rank{rank}.log").read_text() for rank in range(2))
+    assert "every rank must be able to prepare the callback, ranks [1] could not" in first
+    assert "cost1.json" in second
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

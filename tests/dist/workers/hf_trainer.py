@@ -47,11 +47,14 @@ def run_case(case, out, rank):
         with_kwargs=True,
     )
     callback = None
+    settings = dict(case.get("config", {}))
+    if "profile" in settings:
+        settings["profile"] = settings["profile"].format(rank=rank)
     if case.get("callback", True):
         callback = DflopCallback(
             trainer,
             shape_fn=None if case.get("measure") else dataset_shape(dataset),
-            config=case.get("config", {}),
+            config=settings,
         )
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=case.get("resume"))
