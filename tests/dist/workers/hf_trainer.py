@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -95,4 +96,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the interpreter's teardown may race with torch's threads and end with a signal
