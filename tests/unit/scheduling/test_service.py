@@ -158,7 +158,8 @@ from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.service import PlanService
 problem = Problem(np.exp(np.random.default_rng(0).normal(0, 0.5, (64, 2))), 1, 16)
 def plan(step):
-    return improve(problem, solve_blind(problem), deterministic_time_s=100.0)
+    while True:  # a solve that reaches its bound ends early
+        improve(problem, solve_blind(problem), deterministic_time_s=100.0)
 service = PlanService(plan, lambda step: None, deadline_s=0.3)
 assert service.get(0).fallback_reason
 ENDING
