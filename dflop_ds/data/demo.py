@@ -82,10 +82,7 @@ def build_demo(
     ConfigError
         If ``num_samples`` is below 1.
     """
-    if num_samples < 1:
-        raise ConfigError(
-            f"a demo must have at least 1 sample, found num_samples {num_samples}; ask for more."
-        )
+    check_num_samples(num_samples)
     out = Path(out)
     media_root = out / "data"
     for folder in ("images", "clips"):
@@ -95,11 +92,24 @@ def build_demo(
     for number, kind in enumerate(_kinds(num_samples, np.random.default_rng([seed, num_samples]))):
         rng = np.random.default_rng([seed, num_samples, number])
         records.append({"id": f"demo-{number:05d}", **_WRITERS[kind](rng, number, media_root, photos)})
-    train_path = media_root / "train.jsonl"
-    train_path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    texts = [turn["value"] for record in records for turn in record["conversations"]]
+    train_path, texts = write_records(media_root, records)
     model_dir = write_tiny_model(out / "model", texts, dims=dims, seed=seed, with_weights=with_weights)
     return DemoPaths(model_dir, train_path, media_root)
+
+
+def check_num_samples(num_samples: int) -> None:
+    """Raise :class:`ConfigError` unless a demo has samples."""
+    if num_samples < 1:
+        raise ConfigError(
+            f"a demo must have at least 1 sample, found num_samples {num_samples}; ask for more."
+        )
+
+
+def write_records(media_root: Path, records: list[dict[str, Any]]) -> tuple[Path, list[str]]:
+    """Write the records of a demo; returns their file and all texts in them."""
+    train_path = media_root / "train.jsonl"
+    train_path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return train_path, [turn["value"] for record in records for turn in record["conversations"]]
 
 
 def _photographs() -> list[Pixels]:

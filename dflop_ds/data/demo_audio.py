@@ -6,7 +6,6 @@ and channels vary as they do in instruction data.
 
 from __future__ import annotations
 
-import json
 import math
 import wave
 from pathlib import Path
@@ -23,10 +22,9 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from dflop_ds.data.demo import DemoPaths, chat_turns
+from dflop_ds.data.demo import DemoPaths, chat_turns, check_num_samples, write_records
 from dflop_ds.data.demo_model import TinyModelDims, tiny_text_config, train_tokenizer
 from dflop_ds.data.demo_text import answer_text, chat_text, question_text
-from dflop_ds.errors import ConfigError
 
 _MEDIA_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 _MEL_BINS = 32
@@ -64,10 +62,7 @@ def build_audio_demo(
     ConfigError
         If ``num_samples`` is below 1.
     """
-    if num_samples < 1:
-        raise ConfigError(
-            f"a demo must have at least 1 sample, found num_samples {num_samples}; ask for more."
-        )
+    check_num_samples(num_samples)
     out = Path(out)
     media_root = out / "data"
     (media_root / "audio").mkdir(parents=True, exist_ok=True)
@@ -79,9 +74,7 @@ def build_audio_demo(
         count = 1 if rank < num_one else int(rng.integers(2, 4)) if rank < num_one + num_several else 0
         record = _record(rng, f"{number:05d}", media_root, count)
         records.append({"id": f"demo-{number:05d}", **record})
-    train_path = media_root / "train.jsonl"
-    train_path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    texts = [turn["value"] for record in records for turn in record["conversations"]]
+    train_path, texts = write_records(media_root, records)
     model_dir = out / "model"
     _write_model(model_dir, texts, TinyModelDims() if dims is None else dims, seed, with_weights)
     return DemoPaths(model_dir, train_path, media_root)

@@ -187,3 +187,17 @@ def _not_taken(modality: Modality) -> DataError:
         f"the model family takes no {modality.value} files, found one; "
         "drop the sample or use a model of another family."
     )
+
+
+def check_image_size(height: int, width: int) -> None:
+    """Raise :class:`DataError` unless an image has pixels."""
+    if min(height, width) < 1:
+        raise DataError(
+            f"an image must be at least 1 x 1 pixel, found {height} x {width}; replace or drop it."
+        )
+
+
+def check_num_frames(num_frames: int) -> None:
+    """Raise :class:`DataError` unless a clip has frames."""
+    if num_frames < 1:
+        raise DataError(f"a clip must have at least 1 frame, found {num_frames}; replace or drop it.")

@@ -13,8 +13,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from dflop_ds.errors import ConfigError, DataError
-from dflop_ds.families.base import MediaItem, MediaKind, MediaRule, Modality, Placeholder
+from dflop_ds.errors import ConfigError
+from dflop_ds.families.base import (
+    MediaItem,
+    MediaKind,
+    MediaRule,
+    Modality,
+    Placeholder,
+    check_image_size,
+    check_num_frames,
+)
 from dflop_ds.families.registry import Family
 
 CONTEXT_TOKEN = "<IMG_CONTEXT>"
@@ -133,10 +141,7 @@ class InternVLRule(MediaRule):
         DataError
             If a size is below one pixel.
         """
-        if min(height, width) < 1:
-            raise DataError(
-                f"an image must be at least 1 x 1 pixel, found {height} x {width}; replace or drop it."
-            )
+        check_image_size(height, width)
         columns, rows = self.grid(height, width)
         num_tiles = columns * rows + (columns * rows > 1)
         return MediaItem(MediaKind.TILED_IMAGE, num_tiles, num_tiles, num_tiles * self.tokens_per_tile)
@@ -151,8 +156,7 @@ class InternVLRule(MediaRule):
         DataError
             If there is no frame.
         """
-        if num_frames < 1:
-            raise DataError(f"a clip must have at least 1 frame, found {num_frames}; replace or drop it.")
+        check_num_frames(num_frames)
         return MediaItem(MediaKind.CLIP, num_frames, num_frames, num_frames * self.tokens_per_tile)
 
     def text(self, modality: Modality, item: MediaItem) -> str:

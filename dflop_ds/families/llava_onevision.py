@@ -16,7 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflop_ds.errors import ConfigError, DataError
-from dflop_ds.families.base import MediaItem, MediaKind, MediaRule, Modality, Placeholder
+from dflop_ds.families.base import (
+    MediaItem,
+    MediaKind,
+    MediaRule,
+    Modality,
+    Placeholder,
+    check_image_size,
+    check_num_frames,
+)
 from dflop_ds.families.registry import Family
 
 _DEFAULT_TILE_PX = 384
@@ -150,10 +158,7 @@ class LlavaOnevisionRule(MediaRule):
         DataError
             If a size is below one pixel, or the patch map would be shrunk to nothing.
         """
-        if min(height, width) < 1:
-            raise DataError(
-                f"an image must be at least 1 x 1 pixel, found {height} x {width}; replace or drop it."
-            )
+        check_image_size(height, width)
         if num_images < 1:
             raise DataError(f"num_images must be at least 1, found {num_images}; count this image as well.")
         patches = self.patches_per_side**2
@@ -174,8 +179,7 @@ class LlavaOnevisionRule(MediaRule):
         DataError
             If there is no frame.
         """
-        if num_frames < 1:
-            raise DataError(f"a clip must have at least 1 frame, found {num_frames}; replace or drop it.")
+        check_num_frames(num_frames)
         pooled_side = -(-self.patches_per_side // 2)
         num_tokens = num_frames * pooled_side**2 + 1
         return MediaItem(MediaKind.CLIP, num_frames, num_frames, num_tokens, (height, width))

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from dflop_ds.errors import ConfigError, DataError
+from dflop_ds.families.base import check_image_size
 
 MAX_ASPECT_RATIO = 200
 """The processor refuses images that are longer than this, relative to their short side."""
@@ -76,10 +77,7 @@ def smart_resize(height: int, width: int, factor: int, budget: PixelBudget) -> t
     DataError
         If a size is below one pixel or the aspect ratio is above 200, which the processor refuses.
     """
-    if min(height, width) < 1:
-        raise DataError(
-            f"an image must be at least 1 x 1 pixel, found {height} x {width}; replace or drop it."
-        )
+    check_image_size(height, width)
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise DataError(

@@ -16,8 +16,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dflop_ds.errors import ConfigError, DataError
-from dflop_ds.families.base import MediaItem, MediaKind, MediaRule, Modality, Placeholder
+from dflop_ds.errors import ConfigError
+from dflop_ds.families.base import (
+    MediaItem,
+    MediaKind,
+    MediaRule,
+    Modality,
+    Placeholder,
+    check_num_frames,
+)
 from dflop_ds.families.mrope import TokenGrid
 from dflop_ds.families.patches import PatchGrid, PixelBudget, smart_resize
 from dflop_ds.families.registry import Family
@@ -224,8 +231,7 @@ class Qwen25VlRule(MediaRule):
         DataError
             If there is no frame or the processor refuses the size.
         """
-        if num_frames < 1:
-            raise DataError(f"a clip must have at least 1 frame, found {num_frames}; replace or drop it.")
+        check_num_frames(num_frames)
         temporal = -(-num_frames // self.frames_per_patch)
         return self._grid(temporal, height, width, self.frame_budget(num_frames))
 

@@ -127,8 +127,7 @@ class DflopCallback(TrainerCallback, ExportableState):
         progress = self._stored_progress(state) if state.global_step else None
         shape_fn = self._shape_fn or _shape_fns.get(trainer)
         planner = make_planner(trainer, loader, self.config, shape_fn, progress)
-        rank = trainer.args.process_index
-        num_batches = len(BalancedBatchSampler(planner, rank))
+        rank, num_batches = trainer.args.process_index, planner.layout.batches_per_rank
         if num_batches != len(loader):
             raise ConfigError(
                 f"an epoch must have {len(loader)} batches on rank {rank}, as the Trainer has counted, the "

@@ -65,6 +65,22 @@ class Hardware(BaseModel):
     collective_latency_s: Seconds = Field(description="Seconds to start one collective operation.")
 
 
+_H100 = Hardware(
+    name="h100-80g",
+    peak_flops_per_s={"bfloat16": 989e12, "float32": 67e12},
+    matmul_share=0.41,
+    attention_share=0.35,
+    memory_bytes=80e9,
+    memory_bytes_per_s=3.35e12,
+    layer_overhead_s=1e-4,
+    gpus_per_node=8,
+    intra_node_bytes_per_s=450e9,
+    inter_node_bytes_per_s=50e9,
+    intra_node_latency_s=3.4e-6,
+    inter_node_latency_s=14e-6,
+    collective_latency_s=8.4e-6,
+)
+
 PRESETS: dict[str, Hardware] = {
     "a100-80g": Hardware(
         name="a100-80g",
@@ -81,36 +97,9 @@ PRESETS: dict[str, Hardware] = {
         inter_node_latency_s=14e-6,
         collective_latency_s=8.4e-6,
     ),
-    "h100-80g": Hardware(
-        name="h100-80g",
-        peak_flops_per_s={"bfloat16": 989e12, "float32": 67e12},
-        matmul_share=0.41,
-        attention_share=0.35,
-        memory_bytes=80e9,
-        memory_bytes_per_s=3.35e12,
-        layer_overhead_s=1e-4,
-        gpus_per_node=8,
-        intra_node_bytes_per_s=450e9,
-        inter_node_bytes_per_s=50e9,
-        intra_node_latency_s=3.4e-6,
-        inter_node_latency_s=14e-6,
-        collective_latency_s=8.4e-6,
-    ),
-    "h200": Hardware(
-        name="h200",
-        peak_flops_per_s={"bfloat16": 989e12, "float32": 67e12},
-        matmul_share=0.41,
-        attention_share=0.35,
-        memory_bytes=141e9,
-        memory_bytes_per_s=4.8e12,
-        layer_overhead_s=1e-4,
-        gpus_per_node=8,
-        intra_node_bytes_per_s=450e9,
-        inter_node_bytes_per_s=50e9,
-        intra_node_latency_s=3.4e-6,
-        inter_node_latency_s=14e-6,
-        collective_latency_s=8.4e-6,
-    ),
+    "h100-80g": _H100,
+    # The same chip with other memory.
+    "h200": _H100.model_copy(update={"name": "h200", "memory_bytes": 141e9, "memory_bytes_per_s": 4.8e12}),
     "cpu": Hardware(
         name="cpu",
         peak_flops_per_s={"bfloat16": 96e9, "float32": 96e9},
