@@ -86,7 +86,7 @@ class TrainingSetting:
 
 @dataclasses.dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage on one rank, at its peak.
+    """Bytes of one stage on one rank, at its peak: while one of the microbatches in flight runs backward.
 
     Attributes
     ----------
@@ -94,11 +94,11 @@ class StageMemory:
     activations_bytes : float
         Kept from forward to backward, for all microbatches in flight, logits and loss included.
     recompute_bytes : float
-        What the layer that is being recomputed holds; 0 without checkpointing.
+        What the widest layer holds while it is recomputed; 0 without checkpointing.
     backward_bytes : float
         Gradients inside the layer that runs backward.
     logits_bytes : float
-        What the loss of one microbatch holds while it runs backward.
+        What the loss holds while it runs backward.
     communication_bytes : float
         What entered the stage, for each of DeepSpeed's pipeline buffers, one received gradient, and the
         buffer in which ZeRO-1 reduces gradients.
@@ -205,7 +205,7 @@ class MemoryModel:
         index : int
             The stage.
         features : MicrobatchFeatures
-            The microbatches of a step on one replica; the largest ones are assumed to be in flight.
+            The microbatches of a step on one replica, in any order: the peak is that of the worst order.
         setting : TrainingSetting
         training : sequence of LayerTraining, optional
             What is trained of each layer of this stage; by default everything. Frozen parameters have
@@ -220,13 +220,18 @@ class MemoryModel:
         kept = [kind for kind, state in zip(kinds, states, strict=True) if state.has_backward]
         scale = setting.value_bytes / self.value_bytes
         full = {kind: self.activation_bytes(kind, features) * scale for kind in dict.fromkeys(kinds)}
-        widest = max((float(full[kind].max()) for kind in kept), default=0.0)
+        nothing = np.zeros(len(features))
+        widest = np.max([nothing, *(full[kind] for kind in kept)], axis=0)
+        recompute = widest if setting.activation_checkpointing else nothing
+        logits = self._logits_bytes(features, setting) if "head" in kinds else nothing
         if setting.activation_checkpointing:
-            per_microbatch = sum(self.input_bytes(k, features, setting.value_bytes) for k in kept)
+            per_microbatch = sum((self.input_bytes(k, features, setting.value_bytes) for k in kept), nothing)
         else:
-            per_microbatch = sum(full[kind] for kind in kept)
+            per_microbatch = sum((full[kind] for kind in kept), nothing)
         in_flight = min(len(stages) - index, len(features))
-        largest = np.sort(np.broadcast_to(per_microbatch, len(features)))[::-1][:in_flight]
+        # What a backward pass needs belongs to the same microbatch, one of those in flight, as what it kept.
+        alive = per_microbatch + _largest_others(per_microbatch, in_flight - 1)
+        worst = int(np.argmax(alive + np.maximum(recompute + _BACKWARD_SHARE * widest, logits)))
         # Samples are loaded in fp32, whatever the training type.
         entering = self.input_bytes(kinds[0], features, setting.value_bytes if index else _FP32_BYTES)
         buffers = float(np.sort(entering)[::-1][: max(_FEWEST_BUFFERS, in_flight)].sum())
@@ -238,20 +243,20 @@ class MemoryModel:
             parameters_bytes=num_parameters * setting.value_bytes,
             gradients_bytes=num_trained * gradient_bytes(setting),
             optimizer_bytes=num_trained * optimizer_bytes(setting),
-            activations_bytes=float(largest.sum()),
-            recompute_bytes=widest if setting.activation_checkpointing else 0.0,
-            backward_bytes=_BACKWARD_SHARE * widest,
-            logits_bytes=self._logits_bytes(features, setting) if "head" in kinds else 0.0,
+            activations_bytes=float(alive[worst]),
+            recompute_bytes=float(recompute[worst]),
+            backward_bytes=_BACKWARD_SHARE * float(widest[worst]),
+            logits_bytes=float(logits[worst]),
             communication_bytes=buffers,
         )
 
-    def _logits_bytes(self, features: MicrobatchFeatures, setting: TrainingSetting) -> float:
+    def _logits_bytes(self, features: MicrobatchFeatures, setting: TrainingSetting) -> FloatArray:
         """Gradients of the log-probabilities and of the logits, both in fp32, whatever the training type.
 
         The log-probabilities themselves are among the activations of the head, unless it is recomputed.
         """
         per_value = _FP32_BYTES * (3 if setting.activation_checkpointing else 2)
-        return float(features.target_tokens.max()) * self.dims.llm.vocab * per_value
+        return features.target_tokens * float(self.dims.llm.vocab * per_value)
 
 
 def gradient_bytes(setting: TrainingSetting) -> float:
@@ -266,6 +271,16 @@ def optimizer_bytes(setting: TrainingSetting) -> float:
         copies += 1  # the fp32 copy of the weights that the optimizer steps
     share = setting.data_parallel_size if setting.zero_stage == 1 else 1
     return copies * _FP32_BYTES / share
+
+
+def _largest_others(values: FloatArray, count: int) -> FloatArray:
+    """For each value the sum of the `count` largest among all the others, shape (n,)."""
+    if count == 0:
+        return np.zeros(len(values))
+    descending = np.sort(values)[::-1]
+    among = values >= descending[count - 1]
+    rest: FloatArray = np.where(among, descending[: count + 1].sum() - values, descending[:count].sum())
+    return rest
 
 
 def _terms(kind: str, features: MicrobatchFeatures) -> FloatArray:

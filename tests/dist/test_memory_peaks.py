@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_needs_what_was_predicted(tiny_demo: Any, tmp_path: Path, name: str) -> None:
     top, checkpointing, setting = SETTINGS[name]
-    block = {"parallel": {"pipeline_stages": 2, "activation_checkpointing": checkpointing}}
+    block = {
+        "parallel": {"pipeline_stages": 2, "activation_checkpointing": checkpointing},
+        "scheduler": {"policy": "blind"},  # microbatches that do not depend on this machine's times
+    }
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     config = ds_config(demo_paths(tiny_demo), tmp_path, block, optimizer=optimizer, **top)
     reports = run_ranks("memory", {"config": config}, tmp_path)
@@ -46,9 +50,13 @@ def test_a_step_needs_what_was_predicted(tiny_demo: Any, tmp_path: Path, name: s
     model = MemoryModel(profile.rows, profile.parameters, dims, setting.value_bytes)
     stages = [report["kinds"] for report in reports]
     for stage, report in enumerate(reports):
-        features = MicrobatchFeatures.from_bins(table, report["bins"])
-        predicted = model.stage(stages, stage, features, setting)
-        lasting = predicted.optimizer_bytes + predicted.parameters_bytes
+        bins = report["bins"]
+        whole = model.stage(stages, stage, MicrobatchFeatures.from_bins(table, bins), setting)
+        # This order decides which two are in flight, or in the two buffers; the worst is predicted.
+        pairs = [MicrobatchFeatures.from_bins(table, list(pair)) for pair in itertools.pairwise(bins)]
+        predicted = max(model.stage(stages, stage, pair, setting).total_bytes for pair in pairs)
+        assert predicted <= whole.total_bytes * (1 + 1e-9)
+        lasting = whole.optimizer_bytes + whole.parameters_bytes
         if setting.value_bytes == 2:
-            lasting += predicted.gradients_bytes * 2 / 3  # the fp32 sums of gradients, made once
-        assert predicted.total_bytes - lasting == pytest.approx(report["peak_bytes"], rel=0.15)
+            lasting += whole.gradients_bytes * 2 / 3  # the fp32 sums of gradients, made once
+        assert predicted - lasting == pytest.approx(report["peak_bytes"], rel=0.12)
