@@ -20,9 +20,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file as well
 
 from benchmarks import baselines, environment, instances
+from dflop_ds.scheduling.assignment import Assignment, scaled_loads_s
 from dflop_ds.scheduling.bound import lower_bound_s
 from dflop_ds.scheduling.ordering import step_makespan_s
-from dflop_ds.scheduling.problem import Assignment, Problem, scaled_loads_s
+from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.schedule import Effort, schedule
 from dflop_ds.scheduling.solve import solve
 from dflop_ds.simulation.pipeline import simulate_1f1b

@@ -17,8 +17,9 @@ from dflop_ds.errors import ConfigError
 from dflop_ds.families import model_dims
 from dflop_ds.planning.analytic import model_layers
 from dflop_ds.profiling.table import ProfileTable
+from dflop_ds.scheduling.assignment import imbalance
 from dflop_ds.scheduling.plan_log import audit, read_plan_log
-from dflop_ds.scheduling.problem import Problem, imbalance
+from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.schedule import Effort, Schedule, schedule
 from dflop_ds.scheduling.solve import POLICIES
 from dflop_ds.shapes import ShapeTable

@@ -264,9 +264,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, placeholders: Iterable[P
         if found != [placeholder.token_id]:
             raise ConfigError(
                 f"tokenizer {name!r} must map {placeholder.token!r} to token {placeholder.token_id} of the "
-                "model's config.json, "
-                f"found {found}; "
-                "use the tokenizer that belongs to the model."
+                f"model's config.json, found {found}; use the tokenizer that belongs to the model."
             )
 
 

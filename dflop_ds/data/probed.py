@@ -34,8 +34,7 @@ class ProbedDataset(Dataset[Any]):
         if self.rows.shape != (len(table),):
             raise DataError(
                 f"there must be one data set index per shape, found {self.rows.size} indices for "
-                f"{len(table)} shapes; "
-                "probe the data again."
+                f"{len(table)} shapes; probe the data again."
             )
 
     def __len__(self) -> int:

@@ -171,8 +171,7 @@ class JsonLines:
             return json.loads(self._file.readline())
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{self._path} must hold valid JSON in every "
-                f"line, found {error}; correct or delete the line.",
+                f"{self._path} must hold valid JSON in every line, found {error}; correct or delete it.",
                 self.fallback_id(index),
             ) from error
 

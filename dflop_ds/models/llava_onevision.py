@@ -141,8 +141,7 @@ def check_config(config: LlavaOnevisionConfig) -> None:
     if config.vision_feature_select_strategy != "full":
         raise ModelError(
             f'vision_feature_select_strategy must be "full", found '
-            f'"{config.vision_feature_select_strategy}"; '
-            "a SigLIP tower has no class token to drop."
+            f'"{config.vision_feature_select_strategy}"; a SigLIP tower has no class token to drop.'
         )
 
 

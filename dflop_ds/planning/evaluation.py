@@ -15,10 +15,11 @@ from dflop_ds.planning import communication
 from dflop_ds.planning.layout import Layout
 from dflop_ds.planning.memory import ModuleBins, stage_memories, total_bytes
 from dflop_ds.planning.stages import StageTable
+from dflop_ds.scheduling.assignment import Assignment
 from dflop_ds.scheduling.blind import solve_blind
 from dflop_ds.scheduling.lpt import solve_lpt
 from dflop_ds.scheduling.ordering import order_bins
-from dflop_ds.scheduling.problem import Assignment, Problem
+from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.ramp import ramp_weights
 from dflop_ds.simulation.step import StepResult, simulate_steps
 from dflop_ds.simulation.work import ModuleWork, Network, StepEnd

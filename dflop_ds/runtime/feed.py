@@ -173,7 +173,7 @@ class PlanFeed:
     @property
     def background_s(self) -> float:
         """Seconds that rank 0 planned beside training."""
-        return 0.0 if self._service is None else self._service.stats.total_background_s
+        return 0.0 if self._service is None else self._service.background_s
 
     def close(self) -> None:
         """Stop planning; harmless when called again."""

@@ -161,9 +161,8 @@ def _sample_costs(
         return None
     if model.layer_model is None:
         raise ConfigError(
-            f'dflop.scheduler.policy "{config.scheduler.policy}" needs predicted layer times, found '
-            f"none on the "
-            'model; build it with dflop_ds.prepare(), set model.layer_model, or use the policy "blind".'
+            f'dflop.scheduler.policy "{config.scheduler.policy}" needs predicted layer times, found none '
+            'on the model; build it by dflop_ds.prepare(), set model.layer_model, or use the policy "blind".'
         )
     cost_model = CostModel(
         model.layer_model,
@@ -198,8 +197,7 @@ def _check(ds_config: dict[str, Any], model: Any, training_data: Any, collate_fn
     if not isinstance(model, PipelineModule) or not hasattr(model, "stage_kinds"):
         raise ConfigError(
             f"model must be a DflopPipelineModule, found {type(model).__name__}; build it with "
-            f"dflop_ds.prepare(), "
-            'or set "dflop": {"enabled": false}.'
+            'dflop_ds.prepare(), or set "dflop": {"enabled": false}.'
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(

@@ -239,9 +239,8 @@ def resolve_stages(config: DflopConfig, world_size: int) -> int:
         return world_size
     if world_size % stages:
         raise ConfigError(
-            f"the number of ranks must be a multiple of dflop.parallel.pipeline_stages, found "
-            f"{world_size} ranks "
-            f"for {stages} stages; change one of them."
+            "the number of ranks must be a multiple of dflop.parallel.pipeline_stages, found "
+            f"{world_size} ranks for {stages} stages; change one of them."
         )
     return int(stages)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflop_ds.scheduling.problem import Assignment, Problem, check_bin_sizes
+from dflop_ds.scheduling.assignment import Assignment, check_bin_sizes
+from dflop_ds.scheduling.problem import Problem
 
 
 def solve_blind(problem: Problem) -> Assignment:

@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from dflop_ds.scheduling.problem import IntArray, Problem, scaled_loads_s
+from dflop_ds.scheduling.assignment import scaled_loads_s
+from dflop_ds.scheduling.problem import IntArray, Problem
 
 _LARGEST_BLOCK = 256
 

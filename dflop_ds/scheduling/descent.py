@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 
-from dflop_ds.scheduling.problem import FloatArray, IntArray, Problem, scaled_loads_s
+from dflop_ds.scheduling.assignment import scaled_loads_s
+from dflop_ds.scheduling.problem import FloatArray, IntArray, Problem
 
 _MAX_MEMBERS = 32
 _MAX_PARTNERS = 1024

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dflop_ds.errors import InfeasibleError
+from dflop_ds.scheduling.assignment import Assignment, check_bin_sizes
 from dflop_ds.scheduling.descent import BinLoads, descend
-from dflop_ds.scheduling.problem import Assignment, FloatArray, IntArray, Problem, check_bin_sizes
+from dflop_ds.scheduling.problem import FloatArray, IntArray, Problem
 from dflop_ds.scheduling.sweep import sweep
 
 _SWEEPS = 6

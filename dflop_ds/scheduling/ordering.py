@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dflop_ds.errors import SchedulingError
-from dflop_ds.scheduling.problem import Assignment, FloatArray, IntArray
+from dflop_ds.scheduling.assignment import Assignment
+from dflop_ds.scheduling.problem import FloatArray, IntArray
 from dflop_ds.simulation.pipeline import makespans_1f1b
 
 _MAX_SWAPS = 128

@@ -41,8 +41,7 @@ class StepPlan:
         if len(self.bins) != self.num_replicas * self.num_microbatches:
             raise PlanError(
                 f"a plan must hold {self.num_replicas} x {self.num_microbatches} bins, found "
-                f"{len(self.bins)}; "
-                "this is a fault of dflop_ds, please report it."
+                f"{len(self.bins)}; this is a fault of dflop_ds, please report it."
             )
 
     @property

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from dflop_ds.config import BatchSizes, DflopConfig
 from dflop_ds.cost.model import SampleCosts
 from dflop_ds.errors import InfeasibleError, SchedulingError
+from dflop_ds.scheduling.assignment import Solution, bin_loads_s
 from dflop_ds.scheduling.order import EpochOrder, GlobalBatch
 from dflop_ds.scheduling.plan import StepPlan
-from dflop_ds.scheduling.problem import Problem, Solution
-from dflop_ds.scheduling.problem import bin_costs_s as bin_loads_s
+from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.schedule import Effort, Schedule, schedule
 from dflop_ds.shapes import ShapeTable
 
@@ -209,7 +209,7 @@ class StepPlanner:
         limits = _used_limits(problem, found)
         if self.costs is None:
             return PlannedStep(plan, batch, found.solution, limits=limits)
-        bin_costs_s = bin_loads_s(problem, found.assignment).max(axis=1).tolist()
+        bin_costs_s = bin_loads_s(problem, found.assignment).max(axis=1)
         return PlannedStep(
             plan,
             batch,
@@ -217,7 +217,7 @@ class StepPlanner:
             found.makespan_s,
             found.blind_makespan_s,
             found.kept_blind,
-            tuple(bin_costs_s),
+            tuple(bin_costs_s.tolist()),
             limits,
         )
 

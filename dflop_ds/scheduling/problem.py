@@ -1,16 +1,14 @@
-"""The scheduling problem: samples with predicted costs, bins, hard limits, and their assignment."""
+"""The scheduling problem: samples with predicted costs, bins and hard limits, and what must hold of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dflop_ds.errors import InfeasibleError, SchedulingError
-from dflop_ds.scheduling import checks
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -111,10 +109,10 @@ class Problem:
         object.__setattr__(self, "grouped_modules", tuple(self.grouped_modules))
         object.__setattr__(self, "cap_names", tuple(self.cap_names))
         object.__setattr__(self, "sample_ids", tuple(self.sample_ids))
-        checks.check_shapes(self)
-        checks.check_costs(self)
-        checks.check_caps(self)
-        checks.check_bins(self)
+        _check_shapes(self)
+        _check_costs(self)
+        _check_caps(self)
+        _check_bins(self)
 
     @property
     def num_samples(self) -> int:
@@ -201,151 +199,87 @@ def _integers(values: npt.ArrayLike, name: str) -> IntArray:
     return np.array(raw, dtype=np.int64)
 
 
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """Which samples each bin holds.
-
-    Attributes
-    ----------
-    bins : tuple of tuple of int
-        Sample positions per bin, ascending inside a bin.
-    """
-
-    bins: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def from_bin_of(cls, bin_of: Sequence[int] | IntArray, num_bins: int) -> Assignment:
-        """Build from the bin index of every sample, shape (num_samples,)."""
-        bins: list[list[int]] = [[] for _ in range(num_bins)]
-        for sample, index in enumerate(bin_of):
-            bins[int(index)].append(sample)
-        return cls(tuple(tuple(members) for members in bins))
-
-    def bin_of(self) -> IntArray:
-        """Bin index of every sample, shape (num_samples,), of a valid assignment."""
-        result = np.empty(sum(len(members) for members in self.bins), dtype=np.int64)
-        for index, members in enumerate(self.bins):
-            result[list(members)] = index
-        return result
-
-    def validate(self, problem: Problem) -> None:
-        """Check that each sample is in exactly one bin and that every cap holds.
-
-        Raises
-        ------
-        SchedulingError
-            If the bins do not partition the samples of `problem`.
-        InfeasibleError
-            If a bin exceeds a cap.
-        """
-        remedy = "Solve the problem again; do not edit an assignment by hand."
-        if len(self.bins) != problem.num_bins:
+def _check_shapes(problem: Problem) -> None:
+    """Shapes of the arrays, and the counts."""
+    for name in ("num_replicas", "num_microbatches"):
+        if getattr(problem, name) < 1:
             raise SchedulingError(
-                f"an assignment must have {problem.num_bins} bins, found {len(self.bins)}. {remedy}"
+                f"{name} must be at least 1, found {getattr(problem, name)}. Correct the plan."
             )
-        if any(list(members) != sorted(members) for members in self.bins):
-            raise SchedulingError(f"samples must be ascending inside a bin, found another order. {remedy}")
-        found = sorted(sample for members in self.bins for sample in members)
-        if found != list(range(problem.num_samples)):
-            num_known = len(set(found) & set(range(problem.num_samples)))
-            raise SchedulingError(
-                f"each of the {problem.num_samples} samples must be in exactly one bin, found "
-                f"{len(found)} places for {num_known} of them. {remedy}"
-            )
-        check_bin_sizes(problem, self.bin_of(), remedy)
-
-
-def check_bin_sizes(problem: Problem, bin_of: IntArray, remedy: str) -> None:
-    """Raise InfeasibleError, which names the bin and the cap, if a bin exceeds a cap or lacks an image."""
-    if problem.has_image.size:
-        images = np.bincount(bin_of[problem.has_image[: len(bin_of)]], minlength=problem.num_bins)
-        if (images == 0).any():
-            name = problem.bin_name(int(images.argmin()))
-            raise InfeasibleError(f"every bin must hold a sample with an image; {name} holds none. {remedy}")
-    if problem.num_caps == 0:
-        return
-    used = np.zeros((problem.num_bins, problem.num_caps), dtype=np.int64)
-    np.add.at(used, bin_of, problem.sizes)
-    above = used > problem.caps
-    if above.any():
-        index, cap = (int(value) for value in np.argwhere(above)[0])
-        raise InfeasibleError(
-            f"every bin must stay within its caps; {problem.bin_name(index)} holds {used[index, cap]} of "
-            f"{problem.cap_names[cap]}, the cap is {problem.caps[cap]}. {remedy}"
+    if problem.caps.ndim != 1:
+        raise SchedulingError(
+            f"caps must have one dimension, found shape {problem.caps.shape}. Give one number per cap."
+        )
+    expected = (problem.num_samples, problem.num_caps)
+    if problem.sizes.shape != expected:
+        raise SchedulingError(
+            f"sizes must have shape (num_samples, num_caps) = {expected}, found {problem.sizes.shape}. "
+            "Give one row per sample and one column per cap."
+        )
+    if len(problem.cap_names) != problem.num_caps:
+        raise SchedulingError(
+            f"cap_names must name each of the {problem.num_caps} caps, found {problem.cap_names}. "
+            "Name every cap."
+        )
+    if problem.sample_ids and len(problem.sample_ids) != problem.num_samples:
+        raise SchedulingError(
+            f"sample_ids must name each of the {problem.num_samples} samples, found "
+            f"{len(problem.sample_ids)} names. Give one id per sample, or none."
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Solution:
-    """An assignment with its quality.
-
-    Attributes
-    ----------
-    assignment : Assignment
-    largest_bin_s : float
-        Largest load over bins and modules relative to what the bin should have, seconds.
-    bound_s : float
-        No assignment can have a largest bin below this, seconds.
-    ratio_to_bound : float
-        ``largest_bin_s / bound_s``; 1.0 if the bound is 0.
-    solver : str
-        What made the assignment: "blind", "lpt", "cp_sat", or "optimal" where CP-SAT proved that none has a
-        smaller largest bin.
-    solve_time_s : float
-        Wall-clock time of the solve.
-    fallback_reason : str or None
-        Why a simpler solver than the requested one was used.
-    """
-
-    assignment: Assignment
-    largest_bin_s: float
-    bound_s: float
-    ratio_to_bound: float
-    solver: str
-    solve_time_s: float
-    fallback_reason: str | None
+def _check_costs(problem: Problem) -> None:
+    """Costs are finite and not negative; the sample is named."""
+    wrong = ~np.isfinite(problem.costs_s) | (problem.costs_s < 0)
+    if wrong.any():
+        sample, module = (int(index) for index in np.argwhere(wrong)[0])
+        raise SchedulingError(
+            f"costs must be finite and not negative, found {problem.costs_s[sample, module]} s for sample "
+            f"{problem.sample_name(sample)} in module {module}. Check the cost model's prediction for it."
+        )
 
 
-def bin_costs_s(problem: Problem, assignment: Assignment) -> FloatArray:
-    """Load of every bin in every module.
-
-    Returns
-    -------
-    ndarray of float64, shape (num_bins, num_modules)
-        Seconds.
-    """
-    loads_s = np.zeros((problem.num_bins, problem.num_modules))
-    np.add.at(loads_s, assignment.bin_of(), problem.costs_s)
-    return loads_s
-
-
-def scaled_loads_s(problem: Problem, bin_of: IntArray) -> FloatArray:
-    """Load of every bin in every module, divided by what the bin should have relative to the mean bin.
-
-    A grouped module counts the whole group, relative to the group.
-
-    Returns
-    -------
-    ndarray of float64, shape (num_bins, num_modules)
-        Seconds; equal numbers mean perfect balance.
-    """
-    loads_s = np.empty((problem.num_bins, problem.num_modules))
-    for module in range(problem.num_modules):
-        costs_s = problem.costs_s[:, module]
-        if module in problem.grouped_modules:
-            groups_s = np.bincount(problem.group_of[bin_of], weights=costs_s, minlength=problem.num_bins)
-            loads_s[:, module] = groups_s[problem.group_of]
-        else:
-            loads_s[:, module] = np.bincount(bin_of, weights=costs_s, minlength=problem.num_bins)
-    result: FloatArray = loads_s / problem.module_scale
-    return result
+def _check_caps(problem: Problem) -> None:
+    """Sizes and caps are not negative, and every sample fits an empty bin."""
+    if (problem.caps < 0).any() or (problem.sizes < 0).any():
+        raise SchedulingError(
+            "sizes and caps must not be negative, found a negative value. Correct the limits."
+        )
+    above = problem.sizes > problem.caps
+    if above.any():
+        sample, cap = (int(index) for index in np.argwhere(above)[0])
+        raise InfeasibleError(
+            f"every sample must fit into an empty bin; sample {problem.sample_name(sample)} needs "
+            f"{problem.sizes[sample, cap]} of {problem.cap_names[cap]}, the cap is {problem.caps[cap]}. "
+            f"Raise the cap of {problem.cap_names[cap]}, or drop the sample."
+        )
 
 
-def imbalance(problem: Problem, assignment: Assignment) -> float:
-    """Largest bin over the mean bin, where a bin counts as its largest module load.
-
-    1.0 is perfect balance, and also the value when every cost is zero.
-    """
-    peaks_s = bin_costs_s(problem, assignment).max(axis=1)
-    mean_s = float(peaks_s.mean())
-    return float(peaks_s.max()) / mean_s if mean_s > 0 else 1.0
+def _check_bins(problem: Problem) -> None:
+    """What must hold of weights, speeds, groups and images."""
+    for name, count in (("bin_weights", problem.num_bins), ("replica_speeds", problem.num_replicas)):
+        values = getattr(problem, name)
+        if values.size and (values.shape != (count,) or not (np.isfinite(values) & (values > 0)).all()):
+            raise SchedulingError(
+                f"{name} must be {count} positive, finite numbers, found {values.tolist()}. Correct them."
+            )
+    wrong = [module for module in problem.grouped_modules if not 0 <= module < problem.num_modules]
+    if wrong or problem.replicas_per_group < 1 or problem.num_replicas % problem.replicas_per_group:
+        raise SchedulingError(
+            f"grouped_modules must be columns of costs_s and replicas_per_group must divide "
+            f"{problem.num_replicas} replicas, found {problem.grouped_modules} and "
+            f"{problem.replicas_per_group}. Correct the plan."
+        )
+    if not problem.has_image.size:
+        return
+    if problem.has_image.shape != (problem.num_samples,):
+        raise SchedulingError(
+            f"has_image must have one entry for each of {problem.num_samples} samples, found shape "
+            f"{problem.has_image.shape}. Correct the shapes."
+        )
+    num_images = int(problem.has_image.sum())
+    if num_images < problem.num_bins:
+        raise InfeasibleError(
+            f"every one of the {problem.num_bins} bins must hold a sample with an image, found {num_images} "
+            f"such samples. Use fewer microbatches or a larger global batch."
+        )

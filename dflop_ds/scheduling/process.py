@@ -25,7 +25,6 @@ _MAX_FAILURES = 3
 _END_WAIT_S = 1.0
 _READ_BYTES = 1 << 16
 
-
 _starting = threading.Lock()
 
 
@@ -208,7 +207,7 @@ class _Reader:
         self._end_s = end_s
 
     def frame(self) -> bytes:
-        return self._exactly(int.from_bytes(self._exactly(8), "little"))
+        return self._exactly(int.from_bytes(self._exactly(transport.LENGTH_BYTES), "little"))
 
     def _exactly(self, count: int) -> bytes:
         data = bytearray()

@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 
 from dflop_ds.errors import InfeasibleError, SchedulingError
+from dflop_ds.scheduling.assignment import Assignment, Solution
 from dflop_ds.scheduling.ordering import MAX_ROUNDS, order_bins, step_makespan_s
-from dflop_ds.scheduling.problem import Assignment, FloatArray, Problem, Solution
+from dflop_ds.scheduling.problem import FloatArray, Problem
 from dflop_ds.scheduling.ramp import ramp_weights
 from dflop_ds.scheduling.solve import solve
 
@@ -160,7 +161,7 @@ def schedule(problem: Problem, forward_s: FloatArray, backward_s: FloatArray, ef
             best = dataclasses.replace(
                 best, solution=dataclasses.replace(best.solution, fallback_reason=reason)
             )
-    return _unless_not_worth_it(task, best)
+    return _if_worth_it(task, best)
 
 
 def _distinct_modules(problem: Problem) -> Problem:
@@ -185,7 +186,7 @@ def _ramps(task: _Task) -> list[tuple[float, ...]]:
     return [weights, tuple((1.0 + weight) / 2.0 for weight in weights)]
 
 
-def _unless_not_worth_it(task: _Task, best: Schedule) -> Schedule:
+def _if_worth_it(task: _Task, best: Schedule) -> Schedule:
     try:
         blind = task.solved("blind", (1.0,) * task.problem.num_microbatches)
     except InfeasibleError:

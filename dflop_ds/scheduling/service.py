@@ -23,41 +23,17 @@ _PATIENCE = 2
 
 @dataclasses.dataclass(frozen=True)
 class PlanResult(Generic[T]):
-    """A plan and what it cost the caller.
+    """A plan and where it is from.
 
     Attributes
     ----------
     value : T
-    exposed_s : float
-        Seconds that the caller waited for it.
     fallback_reason : str or None
         Why `fallback_fn` made it; None if the background did.
     """
 
     value: T
-    exposed_s: float
     fallback_reason: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanStats:
-    """Totals of a service so far.
-
-    Attributes
-    ----------
-    num_plans : int
-        Plans handed out, fallbacks included.
-    num_fallbacks : int
-    total_exposed_s : float
-        Seconds that callers waited.
-    total_background_s : float
-        Seconds that the background thread computed, for discarded plans too.
-    """
-
-    num_plans: int = 0
-    num_fallbacks: int = 0
-    total_exposed_s: float = 0.0
-    total_background_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +153,6 @@ class PlanService(Generic[T]):
         self._startup_s = startup_s
         self._num_late = 0
         self._last_step = first_step - 1
-        self._totals = PlanStats()
         self._worker: _Worker[T] = _Worker(plan_fn, first_step, lookahead)
         # Runs at most once: on close, when the service is forgotten, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -207,7 +182,6 @@ class PlanService(Generic[T]):
                 "Build a new service to go back."
             )
         self._last_step = step
-        started_s = time.perf_counter()
         deadline_s = 0.0 if self._num_late >= _PATIENCE else self._deadline_s + self._startup_s
         self._startup_s = 0.0
         outcome = self._worker.take(step, deadline_s)
@@ -222,19 +196,12 @@ class PlanService(Generic[T]):
         else:
             logger.info("step %d uses the fallback plan: %s", step, reason)
             value = self._fallback_fn(step)
-        exposed_s = time.perf_counter() - started_s
-        self._totals = dataclasses.replace(
-            self._totals,
-            num_plans=self._totals.num_plans + 1,
-            num_fallbacks=self._totals.num_fallbacks + (reason is not None),
-            total_exposed_s=self._totals.total_exposed_s + exposed_s,
-        )
-        return PlanResult(value, exposed_s, reason)
+        return PlanResult(value, reason)
 
     @property
-    def stats(self) -> PlanStats:
-        """Totals so far."""
-        return dataclasses.replace(self._totals, total_background_s=self._worker.background_s)
+    def background_s(self) -> float:
+        """Seconds that the background thread computed, for discarded plans too."""
+        return self._worker.background_s
 
     def close(self) -> None:
         """Stop planning; may be called again. Waits at most 5 s for a plan in the making."""

@@ -7,10 +7,11 @@ import logging
 import time
 
 from dflop_ds.errors import SchedulingError
+from dflop_ds.scheduling.assignment import Assignment, Solution, scaled_loads_s
 from dflop_ds.scheduling.blind import solve_blind
 from dflop_ds.scheduling.bound import lower_bound_s
 from dflop_ds.scheduling.lpt import solve_lpt
-from dflop_ds.scheduling.problem import Assignment, Problem, Solution, scaled_loads_s
+from dflop_ds.scheduling.problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def solve(
     if policy == "lpt":
         return _solution(problem, assignment, "lpt", started_s, None)
     try:
-        from dflop_ds.scheduling.cp_sat import improve
+        from dflop_ds.scheduling.neighbourhood import improve
 
         result = improve(
             problem,

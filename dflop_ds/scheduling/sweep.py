@@ -8,7 +8,8 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from dflop_ds.scheduling.problem import FloatArray, IntArray, Problem, scaled_loads_s
+from dflop_ds.scheduling.assignment import scaled_loads_s
+from dflop_ds.scheduling.problem import FloatArray, IntArray, Problem
 
 _MAX_ENTRIES = 2**22
 _MAX_STALLED = 4

@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 from dflop_ds.cost.model import SampleCosts
 from dflop_ds.errors import SchedulingError
+from dflop_ds.scheduling.assignment import Assignment, Solution
 from dflop_ds.scheduling.order import EpochOrder
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.planner import PlannedStep, StepPlanner
-from dflop_ds.scheduling.problem import Assignment, Solution
 from dflop_ds.shapes import ShapeTable
 
 Array = npt.NDArray[Any]
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _OBJECTS = ("table", "rows", "order", "costs")
 
 
@@ -55,15 +55,15 @@ def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
 
 def write_frame(file: IO[bytes], message: bytes) -> None:
     """Write the length and the message."""
-    file.write(len(message).to_bytes(_LENGTH_BYTES, "little"))
+    file.write(len(message).to_bytes(LENGTH_BYTES, "little"))
     file.write(message)
     file.flush()
 
 
 def read_frame(file: IO[bytes]) -> bytes | None:
     """Read what :func:`write_frame` wrote; None at the end of the file."""
-    head = file.read(_LENGTH_BYTES)
-    if len(head) < _LENGTH_BYTES:
+    head = file.read(LENGTH_BYTES)
+    if len(head) < LENGTH_BYTES:
         return None
     message = file.read(int.from_bytes(head, "little"))
     return message if len(message) == int.from_bytes(head, "little") else None

@@ -6,17 +6,18 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop_ds.errors import InfeasibleError
+from dflop_ds.scheduling.assignment import scaled_loads_s
 from dflop_ds.scheduling.bound import lower_bound_s
-from dflop_ds.scheduling.problem import Problem, scaled_loads_s
+from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.schedule import Effort, schedule
 from dflop_ds.scheduling.solve import solve
 from dflop_ds.scheduling.sweep import sweep
 
-_checked = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_checked = settings(max_examples=40)
 _EFFORT = {"deterministic_time_s": 0.02}
 
 

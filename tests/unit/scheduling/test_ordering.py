@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from dflop_ds.errors import SchedulingError
+from dflop_ds.scheduling.assignment import Assignment
 from dflop_ds.scheduling.ordering import order_bins
-from dflop_ds.scheduling.problem import Assignment
 from dflop_ds.simulation.pipeline import simulate_1f1b
 
 

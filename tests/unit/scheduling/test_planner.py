@@ -156,7 +156,7 @@ def test_fewest_microbatches_by_brute_force(num_samples: int, num_steps: int) ->
     assert planner.fewest_microbatches(num_steps) == brute
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     replicas=st.integers(1, 4),

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from dflop_ds.errors import InfeasibleError, SchedulingError
+from dflop_ds.scheduling.assignment import Assignment, bin_loads_s, imbalance
 from dflop_ds.scheduling.bound import lower_bound_s
-from dflop_ds.scheduling.problem import Assignment, Problem, bin_costs_s, imbalance
+from dflop_ds.scheduling.problem import Problem
 
 
 def _problem(costs_s, num_replicas=1, num_microbatches=2, **options):
@@ -103,7 +104,7 @@ def test_validate_names_the_bin_and_the_cap():
 def test_bin_costs_and_imbalance_by_hand():
     problem = _problem([[1, 4], [2, 1], [3, 0]])
     assignment = Assignment(((0, 2), (1,)))
-    np.testing.assert_array_equal(bin_costs_s(problem, assignment), [[4, 4], [2, 1]])
+    np.testing.assert_array_equal(bin_loads_s(problem, assignment), [[4, 4], [2, 1]])
     assert imbalance(problem, assignment) == pytest.approx(4 / 3)
     assert imbalance(_problem(np.zeros((2, 1))), Assignment(((0,), (1,)))) == 1.0
 

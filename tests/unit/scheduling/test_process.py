@@ -122,7 +122,7 @@ def test_training_goes_on_while_the_process_crashes():
     with PlanService(solver.plan, planner.fallback, deadline_s=5.0) as service:
         results = [service.get(step) for step in range(6)]
     solver.close()
-    assert service.stats.num_fallbacks == 3
+    assert sum(result.fallback_reason is not None for result in results) == 3
     assert [result.value.plan.step for result in results] == list(range(6))
     assert results[5].value.plan == planner.plan(5).plan
 
@@ -164,16 +164,25 @@ def test_damaged_messages_are_refused():
 
 
 def test_after_two_late_plans_nobody_waits():
+    release = threading.Event()
+
     def plan(step):
-        if step < 4:
-            time.sleep(0.5)
+        release.wait(60.0)
         return f"plan {step}"
 
     with PlanService(plan, lambda step: f"fallback {step}", lookahead=2, deadline_s=0.1) as service:
-        exposed_s = [service.get(step).exposed_s for step in range(4)]
-        assert max(exposed_s[2:]) < 0.09
-        time.sleep(1.0)
-        assert service.get(5).value == "plan 5"
+        waited = [service.get(step).fallback_reason for step in range(4)]
+        assert waited == [f"the plan was not ready within {time_s} s" for time_s in (0.1, 0.1, 0.0, 0.0)]
+        release.set()
+        # Without waiting, a plan is taken as soon as one is there.
+        end_s = time.perf_counter() + 60.0
+        results = []
+        for step in range(4, 1000):
+            results.append(service.get(step))
+            if results[-1].fallback_reason is None or time.perf_counter() > end_s:
+                break
+            time.sleep(0.05)
+        assert results[-1].value == f"plan {3 + len(results)}"
 
 
 def test_a_process_that_was_started_early_gets_the_planner_with_the_first_request() -> None:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from dflop_ds.errors import InfeasibleError, SchedulingError
+from dflop_ds.scheduling.assignment import bin_loads_s, scaled_loads_s
 from dflop_ds.scheduling.blocks import block_problem, split_bins
 from dflop_ds.scheduling.bound import lower_bound_s
 from dflop_ds.scheduling.lpt import solve_lpt
-from dflop_ds.scheduling.problem import Problem, bin_costs_s, scaled_loads_s
+from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.ramp import ramp_weights
 from dflop_ds.scheduling.schedule import Effort, schedule
 from dflop_ds.scheduling.solve import solve
@@ -69,7 +70,7 @@ def test_a_grouped_module_counts_per_group() -> None:
     problem = Problem(costs_s, 2, 2, grouped_modules=(0,), replicas_per_group=2)
     assert lower_bound_s(problem) == 1.0
     solution = solve(problem, policy="lpt")
-    columns = bin_costs_s(problem, solution.assignment)[:, 0].reshape(2, 2).sum(axis=0)
+    columns = bin_loads_s(problem, solution.assignment)[:, 0].reshape(2, 2).sum(axis=0)
     assert columns.tolist() == [2.0, 2.0]
     assert scaled_loads_s(problem, solution.assignment.bin_of())[:, 0].tolist() == [1.0] * 4
 
@@ -108,7 +109,7 @@ def test_the_second_module_is_balanced_in_the_exact_model() -> None:
     costs_s = np.array([[6.0, 0.0], [6.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     solution = solve(Problem(costs_s, 1, 2), policy="cp_sat")
     assert solution.solver == "optimal"
-    assert bin_costs_s(Problem(costs_s, 1, 2), solution.assignment)[:, 1].tolist() == [2.0, 2.0]
+    assert bin_loads_s(Problem(costs_s, 1, 2), solution.assignment)[:, 1].tolist() == [2.0, 2.0]
 
 
 def test_blocks_hold_every_bin_and_sample_once() -> None:
@@ -119,12 +120,12 @@ def test_blocks_hold_every_bin_and_sample_once() -> None:
     assert np.sort(np.concatenate(blocks)).tolist() == list(range(600))
     parts = [block_problem(problem, bin_of, bins) for bins in blocks]
     assert np.sort(np.concatenate([part.samples for part in parts])).tolist() == list(range(2400))
-    peak_s = max(bin_costs_s(part.problem, _assignment(part)).max() for part in parts)
+    peak_s = max(bin_loads_s(part.problem, _assignment(part)).max() for part in parts)
     assert peak_s == pytest.approx(scaled_loads_s(problem, bin_of).max())
 
 
 def _assignment(part):
-    from dflop_ds.scheduling.problem import Assignment
+    from dflop_ds.scheduling.assignment import Assignment
 
     return Assignment.from_bin_of(part.bin_of, part.problem.num_bins)
 

