@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dflop_ds.data.demo import DemoPaths, build_demo
 from dflop_ds.data.demo_model import TinyModelDims
+
+# A busy machine may take any time for an example.
+settings.register_profile("dflop_ds", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("dflop_ds")
 
 TINY_DIMS = TinyModelDims(
     grid_side=3,

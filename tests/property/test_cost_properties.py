@@ -5,7 +5,7 @@ import functools
 import json
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop_ds import flops
@@ -59,16 +59,17 @@ def model_of(seed):
 
 
 NUM_TILED = 6
-tiled_models = st.integers(0, NUM_TILED - 1).map(model_of)
-models_and_kinds = st.tuples(tiled_models, st.sampled_from(TILED_KINDS)) | st.tuples(
-    st.integers(NUM_TILED, NUM_TILED + 2).map(model_of), st.sampled_from(NATIVE_KINDS)
+# Models are fitted in the tests: a strategy that takes long fails hypothesis's own checks on a busy machine.
+tiled_seeds = st.integers(0, NUM_TILED - 1)
+seeds_and_kinds = st.tuples(tiled_seeds, st.sampled_from(TILED_KINDS)) | st.tuples(
+    st.integers(NUM_TILED, NUM_TILED + 2), st.sampled_from(NATIVE_KINDS)
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(of=models_and_kinds, rows=microbatches, samples_per_bin=st.floats(1, 1000))
+@settings(max_examples=150)
+@given(of=seeds_and_kinds, rows=microbatches, samples_per_bin=st.floats(1, 1000))
 def test_finite_and_never_negative(of, rows, samples_per_bin):
-    model, kind = of
+    model, kind = model_of(of[0]), of[1]
     features = features_of(rows)
     for time_s in (
         *model.predict(kind, features),
@@ -78,10 +79,10 @@ def test_finite_and_never_negative(of, rows, samples_per_bin):
         assert (time_s >= 0).all()
 
 
-@settings(max_examples=150, deadline=None)
-@given(of=models_and_kinds, rows=microbatches, growth=microbatches)
+@settings(max_examples=150)
+@given(of=seeds_and_kinds, rows=microbatches, growth=microbatches)
 def test_larger_never_costs_less(of, rows, growth):
-    model, kind = of
+    model, kind = model_of(of[0]), of[1]
     smaller = np.array(rows, dtype=float)
     larger = smaller + np.resize(np.array(growth, dtype=float), smaller.shape)
     both = MicrobatchFeatures(*np.vstack([smaller, larger]).T)
@@ -89,16 +90,16 @@ def test_larger_never_costs_less(of, rows, growth):
         assert (time_s[len(rows) :] >= time_s[: len(rows)]).all()
 
 
-@settings(max_examples=100, deadline=None)
-@given(of=models_and_kinds, rows=microbatches)
+@settings(max_examples=100)
+@given(of=seeds_and_kinds, rows=microbatches)
 def test_a_prediction_does_not_depend_on_its_batch(of, rows):
-    model, kind = of
+    model, kind = model_of(of[0]), of[1]
     together = model.predict(kind, features_of(rows))[0]
     alone = [model.predict(kind, features_of([row]))[0][0] for row in rows]
     np.testing.assert_array_equal(together, alone)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 @given(seed=st.integers(0, NUM_TILED + 2), rows=microbatches)
 def test_round_trip_is_bit_identical(seed, rows):
     model = model_of(seed)
@@ -112,13 +113,11 @@ def test_round_trip_is_bit_identical(seed, rows):
             assert before.tobytes() == after.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    model=tiled_models, shapes=st.lists(samples, min_size=1, max_size=30), samples_per_bin=st.floats(1, 100)
-)
-def test_sample_costs_are_finite_and_zero_without_media(model, shapes, samples_per_bin):
+@settings(max_examples=60)
+@given(seed=tiled_seeds, shapes=st.lists(samples, min_size=1, max_size=30), samples_per_bin=st.floats(1, 100))
+def test_sample_costs_are_finite_and_zero_without_media(seed, shapes, samples_per_bin):
     table = ShapeTable.from_shapes(shapes)
-    costs = CostModel(model, STAGES).sample_costs(table, samples_per_bin)
+    costs = CostModel(model_of(seed), STAGES).sample_costs(table, samples_per_bin)
     for time_s in (costs.forward_s, costs.backward_s):
         assert time_s.shape == (len(shapes), 2)
         assert np.isfinite(time_s).all() and (time_s >= 0).all()

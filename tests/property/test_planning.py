@@ -14,7 +14,7 @@ from dflop_ds.planning.stages import StageTable
 from tests.support.planning import DIMS, mixed_table, small_workload
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
     num_gpus=st.sampled_from([1, 2, 4, 6, 8, 16]),
@@ -39,7 +39,7 @@ def test_bounds_hold_for_every_layout(seed, num_gpus, batch_size, data):
     assert len(found.sizes) == layout.num_stages
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
     tensor=st.sampled_from([1, 2, 4]),

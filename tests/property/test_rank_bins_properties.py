@@ -37,7 +37,7 @@ def steps(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps(), COSTS)
 def test_plans_are_valid(step, cost):
     plan = plan_rank_bins(step, cost)

@@ -26,7 +26,7 @@ def steps(draw):
 
 
 @given(steps())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_step_beats_its_lower_bounds(step):
     works, network, end = step
     result = simulate_steps(works, network=network, end=end)
@@ -52,7 +52,7 @@ def test_no_step_beats_its_lower_bounds(step):
 
 
 @given(steps(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_time_that_grows_shortens_a_step(step, seed):
     works, network, end = step
     rng = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ def test_no_time_that_grows_shortens_a_step(step, seed):
 
 
 @given(steps())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_cases_do_not_touch_one_another(step):
     works, network, end = step
     stacked = [
