@@ -29,7 +29,6 @@ _SIDEWAYS = (5, 6, 7, 8)
 _PNG_SIGNATURE_BYTES = 8
 _PNG_CHUNK_OVERHEAD_BYTES = 4
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
-_MICROSECONDS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,17 +38,15 @@ class ClipInfo:
     Attributes
     ----------
     num_frames : int
+        Frames that decoding gives.
     fps : float
         Average frames per second; 0 when unknown.
-    duration_s : float
-        0 when unknown.
     height, width : int
         Coded size in pixels, before a rotation that the container may ask for.
     """
 
     num_frames: int
     fps: float
-    duration_s: float
     height: int
     width: int
 
@@ -155,7 +152,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 def clip_info(path: Source) -> ClipInfo:
     """Frame count, rate and size of a clip from its container.
 
-    Packets are counted, still without decoding, when the container names no frame count.
+    Packets are walked through, still without decoding, when the container names no frame count.
 
     Raises
     ------
@@ -166,16 +163,31 @@ def clip_info(path: Source) -> ClipInfo:
     with naming_file(path, "clip"), av.open(readable(path)) as container:
         stream = _video_stream(container, path)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
-        num_frames = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
+        num_frames = _num_stated(container, stream)
+        if not num_frames:
+            num_frames, measured = _walk_packets(container, stream)
+            # Such containers often state a rate that frames of varying length do not keep.
+            fps = measured or fps
         if num_frames < 1:
             raise DataError(f"clip {path} must have at least one frame, found none; {FILE_REMEDY}")
-        if stream.duration is not None and stream.time_base is not None:
-            duration_s = float(stream.duration * stream.time_base)
-        elif container.duration is not None:
-            duration_s = container.duration / _MICROSECONDS
-        else:
-            duration_s = num_frames / fps if fps else 0.0
-        return ClipInfo(num_frames, fps, duration_s, stream.height, stream.width)
+        return ClipInfo(num_frames, fps, stream.height, stream.width)
+
+
+def _num_stated(container: av.container.InputContainer, stream: av.VideoStream) -> int:
+    """Frames by the header, 0 if it does not say; MP4 hides some of a clip that was cut without encoding."""
+    if "mp4" not in container.format.name.split(","):
+        return stream.frames
+    return sum(not entry.is_discard for entry in stream.index_entries)
+
+
+def _walk_packets(container: av.container.InputContainer, stream: av.VideoStream) -> tuple[int, float]:
+    """Frames, and frames per second by their time stamps; a rate of 0 where they have none."""
+    stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
+    known = [stamp for stamp in stamps if stamp is not None]
+    extent = max(known) - min(known) if known else 0
+    if len(known) < len(stamps) or not extent or stream.time_base is None:
+        return len(stamps), 0.0
+    return len(stamps), float((len(stamps) - 1) / (extent * stream.time_base))
 
 
 def upright_size(path: Source) -> tuple[int, int]:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MISSING_STAMP = 0
 """Stamp of a sample that must be looked at again."""
 
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 
 
 def media_stamp(dataset: LlavaDataset, index: int) -> int:
