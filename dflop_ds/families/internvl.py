@@ -23,7 +23,7 @@ from dflop_ds.families.base import (
     check_image_size,
     check_num_frames,
 )
-from dflop_ds.families.registry import Family
+from dflop_ds.families.registry import Family, image_settings
 
 CONTEXT_TOKEN = "<IMG_CONTEXT>"
 IMAGE_START, IMAGE_END = "<img>", "</img>"
@@ -107,7 +107,7 @@ class InternVLRule(MediaRule):
             raise ConfigError(
                 f"downsample_ratio must be one over a whole number, found {ratio}; correct config.json."
             )
-        images = _image_settings(settings or {})
+        images = image_settings(settings or {})
         return cls(
             tile_px=_side(vision.get("image_size", _DEFAULT_TILE_PX), "image_size"),
             patch_px=_side(vision.get("patch_size", _DEFAULT_PATCH_PX), "patch_size"),
@@ -199,13 +199,6 @@ def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
         if columns * rows >= min_tiles
     ]
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
-
-
-def _image_settings(settings: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the image processor, saved alone or inside the processor."""
-    alone = settings.get("preprocessor_config")
-    inside: Mapping[str, Any] = settings.get("processor_config", {}).get("image_processor", {})
-    return inside if alone is None else alone
 
 
 def _side(value: Any, name: str) -> int:

@@ -27,7 +27,7 @@ from dflop_ds.families.base import (
 )
 from dflop_ds.families.mrope import TokenGrid
 from dflop_ds.families.patches import PatchGrid, PixelBudget, smart_resize
-from dflop_ds.families.registry import Family
+from dflop_ds.families.registry import Family, image_settings
 from dflop_ds.flops import ModelDims
 
 _CAP_SHARE = 0.9
@@ -291,14 +291,13 @@ def processor_settings(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Settings for images and for clips, from the files of a model directory.
 
-    As in ``transformers`` the parts of ``processor_config.json`` go first, and a directory without
-    settings for clips has those of images for them.
+    See :func:`~dflop_ds.families.registry.image_settings`; a directory without settings for clips has
+    those of images for them.
     """
-    joint = settings.get("processor_config", {})
     of_images = settings.get("preprocessor_config", {})
-    images = joint.get("image_processor") or of_images
-    clips = joint.get("video_processor") or settings.get("video_preprocessor_config") or of_images
-    return images, clips
+    inside = settings.get("processor_config", {}).get("video_processor")
+    clips = inside or settings.get("video_preprocessor_config") or of_images
+    return image_settings(settings), clips
 
 
 FAMILY = Family(

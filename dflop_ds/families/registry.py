@@ -56,6 +56,12 @@ class Family:
         return _resolve(self.layers)(model_config, **options)
 
 
+def image_settings(settings: ProcessorSettings) -> Mapping[str, Any]:
+    """Settings of the image processor; as in ``transformers``, a part of the joint file goes first."""
+    joint = settings.get("processor_config", {})
+    return joint.get("image_processor") or settings.get("preprocessor_config", {})
+
+
 _FAMILIES: dict[str, Family] = {}
 
 

@@ -72,24 +72,40 @@ class LanguageModel:
     head: str = "lm_head"
 
 
-def qwen2_or_llama(config: Any, media_ids: tuple[int, ...], tied: bool) -> LanguageModel:
-    """A Qwen2 or Llama language model with full attention.
+def check_decoder(config: Any) -> None:
+    """Refuse language models that treat a sample by what else is in its microbatch, or by its window.
 
     Raises
     ------
     ModelError
-        If the configuration is of another one.
+    """
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        raise ModelError(
+            "every decoder layer must use full attention, found a sliding window; set "
+            "use_sliding_window to false."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        raise ModelError(
+            'rope_type must not be "longrope", found it in rope_parameters of text_config; its frequencies '
+            "follow the longest sample of a microbatch: use a model with another one."
+        )
+
+
+def qwen2_or_llama(config: Any, media_ids: tuple[int, ...], tied: bool) -> LanguageModel:
+    """A Qwen2 or Llama language model.
+
+    Raises
+    ------
+    ModelError
+        If the configuration is of another one, or :func:`check_decoder` refuses it.
     """
     if config.model_type not in _DECODERS:
         raise ModelError(
             f'text_config.model_type must be one of {sorted(_DECODERS)}, found "{config.model_type}"; '
             "use a Qwen2 or Llama language model."
         )
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        raise ModelError(
-            "every decoder layer must use full attention, found a sliding window; set "
-            "use_sliding_window to false."
-        )
+    check_decoder(config)
     return LanguageModel(config, media_ids, tied, _DECODERS[config.model_type])
 
 

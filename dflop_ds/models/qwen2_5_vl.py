@@ -33,7 +33,13 @@ from dflop_ds.families.mrope import mrope_positions
 from dflop_ds.families.qwen2_5_vl import Qwen25VlRule
 from dflop_ds.models.attention import SEGMENTS_NAME, register_attention
 from dflop_ds.models.layers import Carry, LayerPlan, PipelineLayer, PlanList
-from dflop_ds.models.llm import DecoderBlock, DecoderParts, LanguageModel, add_language_model
+from dflop_ds.models.llm import (
+    DecoderBlock,
+    DecoderParts,
+    LanguageModel,
+    add_language_model,
+    check_decoder,
+)
 
 _PARTS = DecoderParts(Qwen2_5_VLDecoderLayer, Qwen2_5_VLRMSNorm, Qwen2_5_VLRotaryEmbedding)
 
@@ -241,11 +247,7 @@ def check_config(config: Qwen2_5_VLConfig) -> None:
     ModelError
     """
     text, vision = config.text_config, config.vision_config
-    if any(kind != "full_attention" for kind in text.layer_types):
-        raise ModelError(
-            "every decoder layer must use full attention, found a sliding window; set "
-            "use_sliding_window to false."
-        )
+    check_decoder(text)
     if vision.out_hidden_size != text.hidden_size:
         raise ModelError(
             f"out_hidden_size of vision_config must be the LLM's hidden_size {text.hidden_size}, found "

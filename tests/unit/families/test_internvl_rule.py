@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,18 @@ def test_settings_inside_the_processor_are_read() -> None:
     rule = media_rule(config, {"processor_config": {"image_processor": {"max_patches": 3}}})
     assert isinstance(rule, InternVLRule)
     assert rule.max_tiles == 3
+
+
+def test_settings_are_read_in_the_order_of_transformers(tmp_path: Path) -> None:
+    """Of two files the one that the image processor is loaded from counts."""
+    settings = {
+        "preprocessor_config": {"max_patches": 2},
+        "processor_config": {"image_processor": {"max_patches": 4}},
+    }
+    for name, content in settings.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    loaded = GotOcr2ImageProcessorPil.from_pretrained(tmp_path, local_files_only=True)
+    assert InternVLRule.from_config({}, settings).max_tiles == loaded.max_patches == 4
 
 
 def test_defaults_are_those_of_the_published_models() -> None:

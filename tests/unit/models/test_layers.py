@@ -39,6 +39,15 @@ VISION = {
     "num_attention_heads": 2,
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 2,
+    "long_factor": [2.0] * 2,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+}
+
 
 def _config(*, text: Any = None, vision: Any = None, **options: Any) -> LlavaOnevisionConfig:
     return LlavaOnevisionConfig(
@@ -190,10 +199,14 @@ def test_an_unknown_local_name_is_an_error() -> None:
             {"text": Qwen2Config(**TEXT, use_sliding_window=True, sliding_window=4, max_window_layers=1)},
             "full attention, found a sliding window",
         ),
+        (
+            {"text": LlamaConfig(**TEXT, rope_parameters=LONGROPE)},
+            'rope_type must not be "longrope".*longest sample of a microbatch',
+        ),
         ({"text": GemmaConfig(**TEXT)}, r'one of \[.llama., .qwen2.\], found "gemma"'),
         ({"vision": CLIPVisionConfig(**VISION)}, r'"siglip_vision_model", found "clip_vision_model"'),
     ],
-    ids=["feature_layers", "select_strategy", "sliding_window", "text_model", "vision_model"],
+    ids=["feature_layers", "select_strategy", "sliding_window", "longrope", "text_model", "vision_model"],
 )
 def test_refused_configurations_name_the_value(options: dict[str, Any], message: str) -> None:
     config = _config(**options)
