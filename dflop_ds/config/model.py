@@ -20,7 +20,7 @@ class ModelConfig(Block):
     weights: Literal["auto", "pretrained", "random"] = Field(
         default="auto",
         description="Where the initial weights come from. auto: pretrained if the directory holds "
-        "safetensors files, random otherwise.",
+        "safetensors files, random if it holds no weights.",
     )
     family_module: NonEmptyStr | None = Field(
         default=None,

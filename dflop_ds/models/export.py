@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -17,7 +18,7 @@ from transformers import AutoModelForMultimodalLM
 
 from dflop_ds.errors import ModelError
 from dflop_ds.models.layers import seeded_init
-from dflop_ds.models.weights import Checkpoint
+from dflop_ds.models.weights import HEAD, Checkpoint, untie
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +127,16 @@ class HuggingFaceWriter:
     ) -> None:
         self.directory, self.source, self.dtype = directory, source, dtype
         self._known = Checkpoint(source, published_names) if Checkpoint.exists(source) else None
-        whole = whole_model_shapes(model_config)
         owned: dict[str, tuple[int, ...]] = {}
         by_stage: list[dict[str, tuple[int, ...]]] = []
         for shapes in stages:
             by_stage.append({name: shape for name, shape in shapes.items() if name not in owned})
             owned |= by_stage[-1]
+        self._unties = getattr(model_config, "tie_word_embeddings", False) and HEAD in owned
+        if self._unties:
+            model_config = copy.deepcopy(model_config)
+            untie(model_config)
+        whole = whole_model_shapes(model_config)
         _check_names(owned, whole)
         self._carried = {name: shape for name, shape in whole.items() if name not in owned}
         by_stage[0] |= self._carried
@@ -176,6 +181,9 @@ class HuggingFaceWriter:
         config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
         _set_dtype(config, str(self.dtype).removeprefix("torch."))
         config.setdefault("dtype", str(self.dtype).removeprefix("torch."))
+        if self._unties:
+            for part in (config, config.get("text_config") or {}):
+                part["tie_word_embeddings"] = False
         (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def _written_name(self, name: str) -> str:

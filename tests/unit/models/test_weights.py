@@ -84,6 +84,17 @@ def _renamed(state: dict[str, torch.Tensor], naming: dict[str, str]) -> dict[str
     return renamed
 
 
+def _save_in_two(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """Two files and their index."""
+    names = sorted(state)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: state[name] for name in members}, str(folder / file))
+    weight_map = {name: file for file, members in shards.items() for name in members}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def _built(config: LlavaOnevisionConfig) -> list:
     return [plan.build() for plan in pipeline_layers(config)]
 
@@ -104,14 +115,7 @@ def test_one_file(naming: str, tmp_path: Path, config, state) -> None:
 
 @pytest.mark.parametrize("naming", ["current", "published"])
 def test_shards_with_an_index(naming: str, tmp_path: Path, config, state) -> None:
-    renamed = _renamed(state, NAMINGS[naming])
-    names = sorted(renamed)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, members in shards.items():
-        save_file({name: renamed[name] for name in members}, str(tmp_path / file))
-    weight_map = {name: file for file, members in shards.items() for name in members}
-    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    _save_in_two(tmp_path, _renamed(state, NAMINGS[naming]))
     layers = _built(config)
     load_layers(layers, Checkpoint(tmp_path, FAMILY.published_names))
     _assert_loaded(layers, state)
@@ -165,6 +169,51 @@ def test_everything_that_does_not_fit_is_named_at_once(naming: str, tmp_path: Pa
         load_layers(layers, content)
     after = [parameter for layer in layers for parameter in layer.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_named(dtype: torch.dtype, tmp_path: Path, config, state) -> None:
+    """Their values without their scales would train a wrong model."""
+    name = "model.multi_modal_projector.linear_1.weight"
+    save_file({**state, name: state[name].to(dtype)}, str(tmp_path / "model.safetensors"))
+    found = {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}[dtype]
+    with pytest.raises(ModelError, match=rf"linear_1\.weight \({found} instead of a floating-point type"):
+        load_layers(_built(config), Checkpoint(tmp_path))
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "model-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _point(folder: Path) -> None:
+    """A file that Git LFS has not downloaded."""
+    (folder / "model-00002-of-00002.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def _swap(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    files = json.loads(path.read_text())["weight_map"]
+    path.write_text(json.dumps({"weight_map": dict.fromkeys(files, "model-00002-of-00002.safetensors")}))
+
+
+DAMAGES = {
+    "missing": (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "found no model-"),
+    "cut": (_cut, "model-00002-of-00002.safetensors must be a whole safetensors file"),
+    "pointer": (_point, "model-00002-of-00002.safetensors must be a whole safetensors file"),
+    "wrong file": (_swap, "with the weights that its index names"),
+    "no JSON": (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "must map weights"),
+    "no map": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "must map weights"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_directories_name_the_file(damage: str, tmp_path: Path, config, state) -> None:
+    _save_in_two(tmp_path, state)
+    spoil, message = DAMAGES[damage]
+    spoil(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        check_weights(_built(config), Checkpoint(tmp_path))
 
 
 def test_unexpected_weights_alone_are_a_warning(tmp_path: Path, config, state, caplog) -> None:
