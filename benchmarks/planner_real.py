@@ -99,8 +99,8 @@ def predicted_steps_s(out: Path, planned: dict[str, Any], stages: dict[str, list
     """What the planner predicts of every run: step times with its microbatches and the run's stages."""
     files = ["--shapes", str(out / "shapes.npz"), "--profile", str(out / "profile.json"), "--gpus", "2"]
     parser = argparse.ArgumentParser()
-    plan.add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["plan", str(out / "config.json"), *files])
+    plan.add_arguments(parser)
+    arguments = parser.parse_args([str(out / "config.json"), *files])
     profiles = plan.read_profiles(arguments.profile)
     workload = plan.make_workload(planned, arguments, load_hardware("cpu"), profiles)
     evaluator = Evaluator(StageTable(workload))

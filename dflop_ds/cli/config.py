@@ -18,9 +18,8 @@ from dflop_ds.config import (
 from dflop_ds.errors import ConfigError
 
 
-def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the parser of ``dflop-ds``."""
-    parser = verbs.add_parser("config", help="print the schema of the dflop block, or check a file")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     schema = actions.add_parser("schema", help="print the JSON schema of the dflop block")
     schema.set_defaults(run=run_schema)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dflop_ds.cli.arguments import whole_number
 
-def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the parser of ``dflop-ds``."""
-    parser = verbs.add_parser("demo-data", help="write a small model and data set to train on")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
-    parser.add_argument("--num-samples", type=_positive, default=256, metavar="N", help="default: 256")
+    parser.add_argument("--num-samples", type=whole_number(1), default=256, metavar="N", help="default: 256")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: 0")
     parser.add_argument(
         "--media",
@@ -33,10 +34,3 @@ def run(arguments: argparse.Namespace) -> int:
     build(arguments.out, num_samples=arguments.num_samples, seed=arguments.seed)
     print(f"wrote {arguments.num_samples} samples below {arguments.out}")
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value

@@ -7,9 +7,8 @@ import argparse
 from dflop_ds.runtime import doctor
 
 
-def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the parser of ``dflop-ds``."""
-    parser = verbs.add_parser("doctor", help="check versions, build tools, locks and space of this machine")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     parser.add_argument(
         "--prebuild", action="store_true", help="first build DeepSpeed's CPU op where it is needed (a minute)"
     )

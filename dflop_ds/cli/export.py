@@ -8,9 +8,8 @@ from pathlib import Path
 from dflop_ds.errors import ConfigError
 
 
-def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the parser of ``dflop-ds``."""
-    parser = verbs.add_parser("export", help="write a checkpoint in Hugging Face format")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint, or folder of them")
     parser.add_argument("out", type=Path, metavar="OUT", help="new directory for from_pretrained()")
     parser.add_argument("--tag", help="name of the checkpoint in the folder (default: the latest)")

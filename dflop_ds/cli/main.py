@@ -1,26 +1,42 @@
-"""Entry point of ``dflop-ds``: one sub-command per file of this package."""
+"""Entry point of ``dflop-ds``: one verb per file, of which only the one that runs is imported."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-from dflop_ds.cli import config, demo_data, doctor, export, plan, profile, schedule, simulate
 from dflop_ds.errors import DflopError
 
+#: What every verb does; the module has the name of the verb.
+VERBS = {
+    "config": "print the schema of the dflop block, or check a file",
+    "demo-data": "write a small model and data set to train on",
+    "doctor": "check versions, build tools, locks and space of this machine",
+    "export": "write a checkpoint in Hugging Face format",
+    "plan": "choose the parallel layout for your data, model and cluster",
+    "profile": "measure what the cost model learns from, and how good it is",
+    "schedule": "put one global batch into microbatches, or audit a plan log",
+    "simulate": "predict the steps of a training configuration",
+}
 #: Exit code of an error that is explained on stderr, as for a wrong command line.
 EXIT_ERROR = 2
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser with every verb."""
+def build_parser(verb: str | None) -> argparse.ArgumentParser:
+    """Return the parser of all verbs, with the arguments of one of them.
+
+    The others are not imported, so that ``doctor`` explains a machine on which they could not be.
+    """
     parser = argparse.ArgumentParser(
         prog="dflop-ds", description="Data-aware pipeline training of multimodal LLMs on DeepSpeed."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (config, demo_data, doctor, export, plan, profile, schedule, simulate):
-        verb.add_parser(verbs)
+    for name, summary in VERBS.items():
+        own = verbs.add_parser(name, help=summary, description=summary)
+        if name == verb:
+            importlib.import_module(f"dflop_ds.cli.{name.replace('-', '_')}").add_arguments(own)
     return parser
 
 
@@ -37,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         Exit code: 0 done, 1 a check failed, 2 an error that is explained on stderr.
     """
-    arguments = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    verb = next((word for word in words if not word.startswith("-")), None)
+    arguments = build_parser(verb).parse_args(words)
     try:
         return int(arguments.run(arguments))
     except (DflopError, OSError) as error:

@@ -44,9 +44,8 @@ _MOST_LISTED = 10
 _ALL_TENSOR_DEGREES = 1 << 20
 
 
-def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the parser of ``dflop-ds``."""
-    parser = verbs.add_parser("plan", help="choose the parallel layout for your data, model and cluster")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG", help="DeepSpeed configuration with a dflop block")
     add("--gpus", type=whole_number(1), required=True, metavar="N", help="GPUs to plan for")

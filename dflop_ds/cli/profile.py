@@ -11,9 +11,8 @@ import numpy as np
 _MOST_LISTED = 50
 
 
-def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the parser of ``dflop-ds``."""
-    parser = verbs.add_parser("profile", help="measure what the cost model learns from, and how good it is")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     model = _subject(subjects, "model", "time one layer of every kind, at shapes of the training data")
     model.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write (JSON)")

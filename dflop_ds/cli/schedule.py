@@ -25,9 +25,8 @@ from dflop_ds.scheduling.solve import POLICIES
 from dflop_ds.shapes import ShapeTable
 
 
-def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the parser of ``dflop-ds``."""
-    parser = verbs.add_parser("schedule", help="put one global batch into microbatches, or audit a plan log")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     parser.add_argument("--audit", type=Path, metavar="FILE", help="check this plan log and stop")
     parser.add_argument("--shapes", type=Path, metavar="FILE", help="shapes of the batch (NPZ)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="profile from `dflop-ds profile model`")

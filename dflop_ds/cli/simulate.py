@@ -13,10 +13,19 @@ import numpy as np
 from dflop_ds.cli.arguments import whole_number
 from dflop_ds.cli.timeline import draw_timeline
 from dflop_ds.cli.training import configured_training, note_other_dtype
-from dflop_ds.config import BatchSizes, DflopConfig, load_ds_config, parse_dflop, uses_bf16, zero_stage
-from dflop_ds.config.deepspeed_json import BATCH_KEYS
+from dflop_ds.config import (
+    BATCH_KEYS,
+    BatchSizes,
+    DflopConfig,
+    load_ds_config,
+    parse_dflop,
+    reduce_bucket_values,
+    uses_bf16,
+    zero_stage,
+)
 from dflop_ds.cost.features import FloatArray
 from dflop_ds.cost.files import read_json
+from dflop_ds.cost.gradients import LayerTraining
 from dflop_ds.cost.memory import MemoryModel, TrainingSetting
 from dflop_ds.cost.model import LayerCostModel
 from dflop_ds.cost.split import configured_boundaries
@@ -41,9 +50,8 @@ _PASSES = {"ForwardPass": "forward", "BackwardPass": "backward"}
 _NUM_CULPRITS = 3
 
 
-def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the parser of ``dflop-ds``."""
-    parser = verbs.add_parser("simulate", help="predict the steps of a training configuration")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     parser.add_argument("plan", type=Path, metavar="PLAN", help="DeepSpeed JSON with a dflop block")
     parser.add_argument("--shapes", type=Path, required=True, metavar="FILE", help="shapes of the data (NPZ)")
     parser.add_argument(
@@ -119,11 +127,13 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
             f"a simulation needs dflop.parallel.split as a list or as auto, found {config.parallel.split!r}, "
             "which DeepSpeed resolves when it starts. Give the number of layers of each stage."
         )
-    num_parameters = [
-        sum(profile.parameters.get(kind, 0) for kind in model.layers[start:stop])
-        for start, stop in itertools.pairwise(boundaries)
+    states = model.training or [LayerTraining()] * len(model.layers)
+    trained = [
+        profile.parameters.get(kind, 0) * state.trainable_share
+        for kind, state in zip(model.layers, states, strict=True)
     ]
-    links, end = _communication(arguments, model.setting, np.array(num_parameters, dtype=np.float64))
+    num_trained = [sum(trained[start:stop]) for start, stop in itertools.pairwise(boundaries)]
+    links, end = _communication(arguments, model.setting, np.array(num_trained, dtype=np.float64))
     return WhatIf(
         config,
         sizes,
@@ -137,10 +147,10 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
 
 
 def _communication(
-    arguments: argparse.Namespace, setting: TrainingSetting, num_parameters: FloatArray
+    arguments: argparse.Namespace, setting: TrainingSetting, num_trained: FloatArray
 ) -> tuple[list[Link], StepEnd]:
     """Links between the stages, and what follows the last backward; no time without a description."""
-    num_stages, replicas = len(num_parameters), setting.data_parallel_size
+    num_stages, replicas = len(num_trained), setting.data_parallel_size
     links, end = [Link()] * (num_stages - 1), StepEnd()
     if arguments.hardware is not None:
         hardware = load_hardware(arguments.hardware)
@@ -150,8 +160,8 @@ def _communication(
         ones, data = np.ones(num_stages, dtype=np.int64), np.full(num_stages, replicas)
         stages = np.full(num_stages, setting.zero_stage)
         end = StepEnd(
-            reduce_s=communication.reduce_s(hardware, ones, data, num_parameters * setting.value_bytes),
-            optimizer_s=communication.optimizer_s(hardware, num_parameters, data, stages),
+            reduce_s=communication.reduce_s(hardware, ones, data, num_trained * setting.value_bytes),
+            optimizer_s=communication.optimizer_s(hardware, num_trained, data, stages),
         )
     given = {}
     if arguments.latency_us is not None:
@@ -209,6 +219,7 @@ def _model(
             data_parallel_size=num_replicas,
             zero_stage=zero_stage(ds_config),
             activation_checkpointing=config.parallel.activation_checkpointing,
+            reduce_bucket_values=reduce_bucket_values(ds_config),
         ),
         profiled_checkpointing=profile.fingerprint.activation_checkpointing,
         training=configured_training(ds_config, config),

@@ -23,13 +23,13 @@ def draw_timeline(path: Path, events: Sequence[TraceEvent], title: str) -> None:
     title : str
         Says whether times are predicted or measured.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     rows = sorted({(event.replica, event.stage, event.source) for event in events}, key=_row_order)
-    figure, axis = plt.subplots(figsize=(14, 1.6 + 0.28 * len(rows)))
+    figure = Figure(figsize=(14, 1.6 + 0.28 * len(rows)))
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
     position = {row: index for index, row in enumerate(rows)}
     for event in events:
         row = position[event.replica, event.stage, event.source]
@@ -51,8 +51,7 @@ def draw_timeline(path: Path, events: Sequence[TraceEvent], title: str) -> None:
     axis.set_xlabel("seconds (blue: forward, orange: backward; numbers: microbatch)")
     axis.set_title(title, fontsize=10, loc="left")
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    figure.savefig(path, dpi=130, format="png")
 
 
 def _row_order(row: tuple[int, int, str]) -> tuple[int, int, bool]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 
 import pytest
 
-from dflop_ds.cli.main import main
+from dflop_ds.cli.main import VERBS, main
 from dflop_ds.errors import DataError
 from dflop_ds.runtime import doctor
 
@@ -84,6 +85,22 @@ def test_wrong_command_lines_exit_with_2(argv, capsys):
     assert "usage: dflop-ds" in capsys.readouterr().err
 
 
+def test_a_verb_imports_no_other_one():
+    code = (
+        "import sys; from dflop_ds.cli.main import build_parser; build_parser('doctor'); "
+        "assert not {'numpy', 'pydantic', 'dflop_ds.cli.plan'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_its_help(verb, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    assert caught.value.code == 0
+    assert VERBS[verb] in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("FAIL", 1)])
 def test_doctor_exit_code(monkeypatch, capsys, status, code):
     check = doctor.Check("ninja", status, "not found", "install it")
@@ -134,4 +151,4 @@ def test_errors_of_ours_show_no_traceback(monkeypatch, tmp_path, capsys):
 def test_number_of_samples_must_be_positive(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["demo-data", "--out", str(tmp_path), "--num-samples", "0"])
-    assert "must be at least 1, found 0" in capsys.readouterr().err
+    assert "must be a whole number of at least 1, found '0'" in capsys.readouterr().err

@@ -192,6 +192,38 @@ def test_frozen_parts_have_less_to_do(files, tiny_demo, capsys) -> None:
     assert busy_s[2][0] == pytest.approx(busy_s[0][0] / 3, rel=0.01)
 
 
+def test_the_buffer_of_zero_1_has_the_configured_size(files, capsys) -> None:
+    plan = json.loads((files / "plan.json").read_text())
+    peaks_mb = []
+    for num_values in (10**6, 10**8):
+        plan["zero_optimization"] = {"stage": 1, "reduce_bucket_size": num_values}
+        (files / "plan.json").write_text(json.dumps(plan))
+        assert main(_arguments(files, "--policy", "blind")) == 0
+        lines = capsys.readouterr().out.splitlines()
+        peaks_mb.append([float(line.split()[4]) for line in lines[lines.index("") + 2 :][:2]])
+    # fp32: 4 bytes a value.
+    assert np.subtract(peaks_mb[1], peaks_mb[0]) == pytest.approx([396.0, 396.0], abs=0.2)
+
+
+def test_frozen_weights_are_not_reduced(files, tiny_demo, capsys) -> None:
+    plan = json.loads((files / "plan.json").read_text())
+    plan["dflop"]["model"] = {"path": str(tiny_demo.model_dir)}
+    plan["dflop"]["parallel"]["split"] = [4, 5]
+    profile = json.loads((files / "profile.json").read_text())
+    model_config = json.loads((tiny_demo.model_dir / "config.json").read_text())
+    profile["fingerprint"]["model_hash"] = model_hash(model_config)
+    profile["parameters"] = dict.fromkeys(TILED_KINDS, 10**10)
+    (files / "profile.json").write_text(json.dumps(profile))
+    steps_s = {}
+    for frozen in ("encoder", "llm.embed"):
+        plan["dflop"]["finetune"] = {"freeze": ["encoder", frozen]}
+        (files / "plan.json").write_text(json.dumps(plan))
+        assert main(_arguments(files, "--policy", "blind", "--hardware", "cpu")) == 0
+        steps_s[frozen] = float(capsys.readouterr().out.splitlines()[2].split()[1])
+    # Stage 1 has 5 layers of 10^10 parameters, or 4 without the embedding; passes take next to nothing.
+    assert steps_s["llm.embed"] == pytest.approx(steps_s["encoder"] * 4 / 5, rel=0.02)
+
+
 def test_checkpointing_that_was_not_profiled_adds_a_forward(files, capsys) -> None:
     plan = json.loads((files / "plan.json").read_text())
     plan["dflop"]["scheduler"]["policy"] = "blind"
