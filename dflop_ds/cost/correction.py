@@ -14,20 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dflop_ds.cost.features import FloatArray
 from dflop_ds.cost.files import check_schema
+from dflop_ds.cost.shape_buckets import ShapeBuckets
+from dflop_ds.cost.stage_fit import fit_stage
 from dflop_ds.errors import CostModelError
-from dflop_ds.shapes import ShapeTable
 
 SCHEMA_VERSION = 1
 
 _KEPT_PER_RANK = 192
-_RIDGE = 0.02
-_SIGNIFICANT = 3.5
-_ROUNDS = 3
-_MOST = 4.0
 _DRIFT = 0.10
 _NOISE = 0.03
 
@@ -52,44 +48,6 @@ class StageSample:
     stage: int
     predicted_s: tuple[float, ...]
     measured_s: float
-
-
-class ShapeBuckets:
-    """Which shape bucket a sample belongs to: no media, few or many encoder inputs; short or long.
-
-    The borders are medians of the data set, so that every bucket is seen often.
-
-    Parameters
-    ----------
-    table : ShapeTable
-    """
-
-    num_buckets = 6
-
-    def __init__(self, table: ShapeTable) -> None:
-        inputs, tokens = table.encoder_inputs, table.llm_tokens
-        middle_inputs = float(np.median(inputs[inputs > 0])) if (inputs > 0).any() else 0.0
-        media = np.where(inputs == 0, 0, np.where(inputs <= middle_inputs, 1, 2))
-        self.of_sample: npt.NDArray[np.int64] = np.zeros(len(table), dtype=np.int64)
-        for group in range(3):
-            members = media == group
-            if members.any():
-                self.of_sample[members] = 2 * group + (tokens[members] > np.median(tokens[members]))
-
-    def split(self, positions: Sequence[int], costs_s: FloatArray) -> FloatArray:
-        """Sum of per-sample costs by bucket: shape (num_buckets, num_stages).
-
-        Parameters
-        ----------
-        positions : sequence of int
-            Samples of a microbatch.
-        costs_s : ndarray, shape (n, num_stages)
-            Of all samples of the table.
-        """
-        total_s = np.zeros((self.num_buckets, costs_s.shape[1]))
-        index = np.asarray(positions, dtype=np.int64)
-        np.add.at(total_s, self.of_sample[index], costs_s[index])
-        return total_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +217,12 @@ class AdaptiveCorrection:
                 self.slowness.shape,
             )
             return
-        if not (np.isfinite(factors).all() and (factors > 0).all() and np.isfinite(slowness).all()):
-            raise CostModelError("correction factors must be finite and positive. Start without the state.")
+        learned = np.concatenate([factors.ravel(), slowness.ravel()])
+        if not ((learned > 0) & np.isfinite(learned)).all():
+            raise CostModelError(
+                f"correction factors must be finite and positive, found {learned.min()} to {learned.max()}. "
+                "Start without the state."
+            )
         for sample in samples:
             self._check(sample)
         self.factors, self.slowness, self._settled = factors, slowness, settled
@@ -272,25 +234,17 @@ class AdaptiveCorrection:
             self._kept[sample.stage, sample.replica].append(sample)
 
     def _fit_stage(self, stage: int) -> None:
-        """Ranks and buckets in turn: medians for the ranks, ridge regression for the buckets."""
-        ranks = [
-            (replica, kept)
-            for (kept_stage, replica), kept in self._kept.items()
-            if kept_stage == stage and kept
-        ]
-        if not ranks:
+        kept = [sample for (of, _), samples in self._kept.items() if of == stage for sample in samples]
+        if not kept:
             return
-        predicted_s = np.array([sample.predicted_s for _, kept in ranks for sample in kept])
-        measured_s = np.array([sample.measured_s for _, kept in ranks for sample in kept])
-        owner = np.repeat([replica for replica, _ in ranks], [len(kept) for _, kept in ranks])
-        factors = self.factors[stage]
-        for _ in range(_ROUNDS):
-            ratio = measured_s / (predicted_s @ factors)
-            for replica, _ in ranks:
-                self.slowness[stage, replica] = float(np.median(ratio[owner == replica]))
-            slow = self.slowness[stage][owner]
-            factors = _bucket_factors(predicted_s * (slow / measured_s)[:, np.newaxis])
-        self.factors[stage] = factors
+        slowness, self.factors[stage] = fit_stage(
+            np.array([sample.predicted_s for sample in kept]),
+            np.array([sample.measured_s for sample in kept]),
+            np.array([sample.replica for sample in kept]),
+            self.factors[stage],
+        )
+        for replica, slow in slowness.items():
+            self.slowness[stage, replica] = slow
 
     def _benefit_s(self, samples: Sequence[StageSample]) -> float:
         """Seconds of misprediction that the corrections in use take off, on the rank where it is most.
@@ -367,32 +321,3 @@ def _misprediction_s(predicted_s: FloatArray, measured_s: FloatArray) -> FloatAr
     total_s = float(predicted_s.sum())
     scale = float(measured_s.sum()) / total_s if total_s > 0 else 0.0
     return np.abs(measured_s - scale * predicted_s)
-
-
-def _bucket_factors(relative: FloatArray) -> FloatArray:
-    """Factors f that bring ``relative @ f`` close to 1; exactly 1 where that is within the noise.
-
-    Parameters
-    ----------
-    relative : ndarray, shape (n, num_buckets)
-        Predicted part of each bucket over the measured time.
-    """
-    num_rows, num_buckets = relative.shape
-    factors, errors = _ridge(relative, np.ones(num_rows))
-    apart = np.abs(factors - 1.0) > _SIGNIFICANT * errors
-    result: FloatArray = np.ones(num_buckets)
-    if apart.any():
-        known = relative[:, ~apart].sum(axis=1)
-        result[apart] = _ridge(relative[:, apart], 1.0 - known)[0]
-    return np.clip(result, 1.0 / _MOST, _MOST)
-
-
-def _ridge(matrix: FloatArray, target: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Least squares that stays close to 1 where little is known, and the standard errors."""
-    num_rows, num_columns = matrix.shape
-    weight = _RIDGE * num_rows / num_columns
-    inverse = np.linalg.inv(matrix.T @ matrix + weight * np.eye(num_columns))
-    solution: FloatArray = inverse @ (matrix.T @ target + weight)
-    variance = float(np.square(target - matrix @ solution).sum()) / max(num_rows - num_columns, 1)
-    errors: FloatArray = np.sqrt(variance * np.diag(inverse))
-    return solution, errors

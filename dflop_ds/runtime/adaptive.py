@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from deepspeed import comm as dist
 
-from dflop_ds.cost.correction import AdaptiveCorrection, ShapeBuckets, StageSample
+from dflop_ds.cost.correction import AdaptiveCorrection, StageSample
 from dflop_ds.cost.model import SampleCosts
+from dflop_ds.cost.shape_buckets import ShapeBuckets
 from dflop_ds.errors import ConfigError
 from dflop_ds.runtime import distributed
 from dflop_ds.runtime.telemetry import StepRecord

@@ -7,8 +7,9 @@ import logging
 import numpy as np
 import pytest
 
-from dflop_ds.cost.correction import AdaptiveCorrection, ShapeBuckets, StageSample
+from dflop_ds.cost.correction import AdaptiveCorrection, StageSample
 from dflop_ds.cost.model import SampleCosts
+from dflop_ds.cost.shape_buckets import ShapeBuckets
 from dflop_ds.errors import CostModelError
 from dflop_ds.scheduling.order import EpochOrder
 from dflop_ds.scheduling.planner import StepPlanner
@@ -186,6 +187,7 @@ def test_the_state_of_another_layout_is_not_used(caplog):
         (lambda state: state.update(schema_version=9), "Upgrade dflop_ds"),
         (lambda state: state.pop("factors"), "factors"),
         (lambda state: state.update(factors=[[float("nan")] * 6] * 2), "finite and positive"),
+        (lambda state: state.update(slowness=[[1.0, 0.0]] * 2), "found 0.0 to 1.0"),
     ],
 )
 def test_damaged_state(damage, message):
