@@ -22,6 +22,8 @@ VERBS = {
 }
 #: Exit code of an error that is explained on stderr, as for a wrong command line.
 EXIT_ERROR = 2
+#: Exit code after Ctrl-C, as shells count it.
+EXIT_INTERRUPTED = 130
 
 
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit code: 0 done, 1 a check failed, 2 an error that is explained on stderr.
+        Exit code: 0 done, 1 a check failed, 2 an error that is explained on stderr, 130 Ctrl-C.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     verb = next((word for word in words if not word.startswith("-")), None)
@@ -61,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DflopError, OSError) as error:
         print(f"dflop-ds: {error}", file=sys.stderr)
         return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("dflop-ds: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -41,6 +41,15 @@ def _subject(
     return parser
 
 
+def _require_writable(path: Path) -> None:
+    """Raise OSError now rather than after measuring; nothing is left behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    absent = not path.exists()
+    path.open("ab").close()
+    if absent:
+        path.unlink(missing_ok=True)
+
+
 def run_model(arguments: argparse.Namespace) -> int:
     """Measure and save; ``dflop.cost.profile`` may then name the file.
 
@@ -51,8 +60,7 @@ def run_model(arguments: argparse.Namespace) -> int:
     from dflop_ds.runtime.setup import profile_model  # imports torch and DeepSpeed
 
     ds_config = load_ds_config(arguments.config)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.touch()  # found unwritable now rather than after measuring
+    _require_writable(arguments.out)
     partial = arguments.out.with_name(arguments.out.name + ".partial.jsonl")
     config = parse_dflop(ds_config)
     if arguments.budget_s is not None:
@@ -77,16 +85,21 @@ def run_data(arguments: argparse.Namespace) -> int:
     is broken.
     """
     from dflop_ds.config import load_ds_config, parse_dflop
+    from dflop_ds.errors import ConfigError
     from dflop_ds.profiling.plots import draw_histograms
     from dflop_ds.runtime.setup import profile_data
     from dflop_ds.shapes import SHAPE_COLUMNS
 
     config = parse_dflop(load_ds_config(arguments.config))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    picture = arguments.out.with_suffix(".png")
+    if picture == arguments.out:
+        raise ConfigError(
+            f"--out must not be the picture of the histograms, found {picture}; end it in .npz."
+        )
+    _require_writable(arguments.out)
     cache = arguments.out.with_name(arguments.out.name + ".cache")
     found = profile_data(config, cache, arguments.processes)
     found.table.save(arguments.out)
-    picture = arguments.out.with_suffix(".png")
     draw_histograms(picture, found.table)
     print(f"{len(found.table)} samples in {arguments.out}, histograms in {picture}\n")
     print(f"{'per sample':<20}{'mean':>10}{'median':>10}{'p95':>10}{'max':>10}{'sum':>14}")

@@ -20,6 +20,11 @@ class CostConfig(Block):
     profile_budget_s: float = Field(
         default=30.0, gt=0, description="Time that profiling may take, in seconds."
     )
+    on_other_conditions: Literal["warn", "refuse"] = Field(
+        default="warn",
+        description="What happens if the saved profile was measured on other hardware, or with another type, "
+        "attention, checkpointing or tensor-parallel degree. That of another model is always refused.",
+    )
     adaptive: bool = Field(
         default=False,
         description="Correct predicted times by the stage times that training measures: slow ranks get "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,11 @@ from dflop_ds.errors import CostModelError
 from dflop_ds.shapes import ShapeTable
 
 FloatArray = npt.NDArray[np.float64]
+
+_LARGEST_SIZE = 1 << 53
+"""Whole numbers up to this are exact in float64, and products with model dimensions cannot overflow."""
+_SHORTEST_S, _LONGEST_S = 1e-12, 1e6
+"""A positive time outside of this was not measured by a clock, and its inverse could overflow."""
 
 LAYER_KINDS = (
     "vision_embed",
@@ -221,8 +225,8 @@ def check_rows(rows: Sequence[ProfileRow]) -> None:
     Raises
     ------
     CostModelError
-        Naming the row: no rows, an unknown kind, a size that is not a whole non-negative number, a time
-        that is negative, NaN or infinite, an encoder kind without encoder inputs, or an LLM kind
+        Naming the row: no rows, an unknown kind, a size that is not a whole number from 0 to 2^53, a time
+        that is neither 0 nor from 1e-12 to 1e6 s, an encoder kind without encoder inputs, or an LLM kind
         without tokens or segments.
     """
     if not rows:
@@ -247,15 +251,25 @@ def _row_problem(row: ProfileRow) -> str | None:
     check_kind(row.kind)
     for name in (*_SIZE_FIELDS, "activation_bytes"):
         size = getattr(row, name)
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
-            return f"must have a whole, non-negative {name}, found {size!r}"
+        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if not whole or not 0 <= size <= _LARGEST_SIZE:
+            return f"must have a whole number from 0 to 2^53 as {name}, found {_short(size)}"
     for name in ("forward_s", "backward_s"):
         time_s = getattr(row, name)
-        if isinstance(time_s, bool) or not isinstance(time_s, (int, float)) or not 0 <= time_s < math.inf:
-            return f"must have a finite, non-negative {name}, found {time_s!r}"
+        number = isinstance(time_s, (int, float)) and not isinstance(time_s, bool)
+        if not number or not (time_s == 0 or _SHORTEST_S <= time_s <= _LONGEST_S):
+            return (
+                f"must have 0 or {_SHORTEST_S:g} to {_LONGEST_S:g} seconds as {name}, found {_short(time_s)}"
+            )
     needed = ("encoder_inputs",) if row.kind in ENCODER_KINDS else ("llm_tokens", "num_segments")
     empty = [name for name in needed if getattr(row, name) == 0]
     return f"must have {' and '.join(empty)} of at least 1, found 0" if empty else None
+
+
+def _short(value: object) -> str:
+    """How a value looks, without the hundreds of digits that a damaged number may have."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
 
 
 def _sample_columns(table: ShapeTable) -> tuple[FloatArray, ...]:

@@ -16,8 +16,11 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write an artifact in one step: readers see the old file or the whole new one."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, allow_nan=False, default=operator.index), encoding="utf-8")
-    partial.replace(target)
+    try:
+        partial.write_text(json.dumps(content, allow_nan=False, default=operator.index), encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:

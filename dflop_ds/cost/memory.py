@@ -210,7 +210,16 @@ class MemoryModel:
         training : sequence of LayerTraining, optional
             What is trained of each layer of this stage; by default everything. Frozen parameters have
             neither gradients nor optimizer state, and a layer without a backward pass keeps nothing.
+
+        Raises
+        ------
+        CostModelError
+            If there is no microbatch.
         """
+        if not len(features):
+            raise CostModelError(
+                "the memory of a stage must be that of at least one microbatch, found none. Pass some."
+            )
         kinds, last = list(stages[index]), index == len(stages) - 1
         states = training or [LayerTraining()] * len(kinds)
         num_parameters = float(sum(self.parameters[kind] for kind in kinds))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop_ds.cost.features import LAYER_KINDS, FloatArray, MicrobatchFeatures, ProfileRow
+from dflop_ds.cost.features import LAYER_KINDS, FloatArray, MicrobatchFeatures, ProfileRow, check_rows
 from dflop_ds.cost.files import check_schema
 from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.cost.model import compose_stages
@@ -197,6 +197,7 @@ def whole_microbatches(rows: Sequence[ProfileRow]) -> list[list[ProfileRow]]:
 
     An encoder kind is not profiled on a microbatch without encoder inputs, and not missed there.
     """
+    check_rows(rows)
     groups: dict[tuple[int, ...], dict[str, ProfileRow]] = {}
     for row in rows:
         sizes = (

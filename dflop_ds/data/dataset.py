@@ -204,10 +204,16 @@ class LlavaDataset(Dataset[LoadedSample]):
         other._records = records
         return other
 
+    def record_key(self, index: int) -> str:
+        """What a record says, or which one it is where it holds media itself."""
+        try:
+            return json.dumps(self._records[index], sort_keys=True)
+        except (TypeError, ValueError):
+            return json.dumps([*self._records.fingerprint(), index])
+
     def fingerprint(self) -> str:
-        """Checksum of everything but the media files that decides shapes."""
+        """Checksum of everything but records and media files that decides shapes."""
         parts = [
-            *self._records.fingerprint(),
             str(self.reader.root.resolve()),
             repr(self.rule),
             self.reader.max_frames,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dflop_ds.data.dataset import LlavaDataset
-from dflop_ds.data.probe_cache import MISSING_STAMP, load_shapes, media_stamp, save_shapes
+from dflop_ds.data.probe_cache import MISSING_STAMP, load_shapes, sample_stamp, save_shapes
 from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.shapes import SampleShape, ShapeTable
 
@@ -93,7 +93,7 @@ class _Scanner(Dataset[Finding]):
 def examine(dataset: LlavaDataset, index: int, scan: Scan) -> Finding:
     """Look at one sample; whatever is wrong with it is a reason, not an error."""
     sample_id = dataset.sample_id(index)
-    stamp = media_stamp(dataset, index)
+    stamp = sample_stamp(dataset, index)
     try:
         shape = dataset.shape(index)
         if scan == "decode":
@@ -180,7 +180,7 @@ def probe(
     processes : int
         Processes that share the work; the result does not depend on it.
     cache : str or Path, optional
-        NPZ file of an earlier scan; only samples whose media changed since are looked at again.
+        NPZ file of an earlier scan; only samples whose record or media changed since are looked at again.
     progress : bool
         Show a progress bar when standard error is a terminal.
 

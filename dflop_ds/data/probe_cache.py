@@ -1,4 +1,4 @@
-"""Shapes of an earlier scan, kept as NPZ next to the fingerprint of what they depend on."""
+"""Shapes of an earlier scan, kept as NPZ next to checksums of what they depend on."""
 
 from __future__ import annotations
 
@@ -24,42 +24,40 @@ MISSING_STAMP = 0
 _SCHEMA_VERSION = 4
 
 
-def media_stamp(dataset: LlavaDataset, index: int) -> int:
-    """Checksum of path, size and modification time of a sample's media; 0 when one cannot be read."""
+def sample_stamp(dataset: LlavaDataset, index: int) -> int:
+    """Checksum of a record and of path, size and modification time of its media; 0 if one cannot be read."""
     parts: list[tuple[str, int, int]] = []
     try:
         for path in dataset.media_paths(index):
             stat = path.stat()
             parts.append((str(path), stat.st_size, stat.st_mtime_ns))
+        digest = hashlib.sha256(repr((dataset.record_key(index), parts)).encode()).digest()
     except (DataError, OSError):
         return MISSING_STAMP
-    digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def save_shapes(path: Path, fingerprint: str, entries: Sequence[tuple[SampleShape | None, int]]) -> None:
-    """Write the shapes that were found, with the stamp of their media.
+    """Write the shapes that were found, with the stamps of their samples.
 
     Parameters
     ----------
     path : Path
         Replaced as a whole, so that another process never reads half a file.
     fingerprint : str
-        Of records and settings.
+        Of the settings.
     entries : sequence of (SampleShape or None, int)
         For every sample in data set order.
     """
-    found = [(index, shape, stamp) for index, (shape, stamp) in enumerate(entries) if shape is not None]
+    found = [(shape, stamp) for shape, stamp in entries if shape is not None and stamp != MISSING_STAMP]
     columns = {
-        name: np.array([getattr(shape, name) for _, shape, _ in found], dtype=dtype)
+        name: np.array([getattr(shape, name) for shape, _ in found], dtype=dtype)
         for name, dtype in SHAPE_COLUMNS.items()
     }
     arrays = {
         "schema_version": np.int64(_SCHEMA_VERSION),
         "fingerprint": np.str_(fingerprint),
-        "indices": np.array([index for index, _, _ in found], dtype=np.int64),
-        "stamps": np.array([stamp for _, _, stamp in found], dtype=np.int64),
-        "sample_ids": np.array([shape.sample_id for _, shape, _ in found], dtype=np.str_),
+        "stamps": np.array([stamp for _, stamp in found], dtype=np.int64),
     }
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -72,9 +70,10 @@ def save_shapes(path: Path, fingerprint: str, entries: Sequence[tuple[SampleShap
 
 
 def load_shapes(path: Path, fingerprint: str, dataset: LlavaDataset) -> dict[int, tuple[SampleShape, int]]:
-    """Shapes and stamps by data set position, of samples whose media are as they were.
+    """Shapes and stamps by data set position, of samples whose record and media are as they were.
 
-    A missing, damaged or outdated file gives none: the cache only saves time.
+    Samples may have been added, removed or moved since. A missing, damaged or outdated file gives none:
+    the cache only saves time.
     """
     if not path.exists():
         return {}
@@ -85,12 +84,8 @@ def load_shapes(path: Path, fingerprint: str, dataset: LlavaDataset) -> dict[int
             _SCHEMA_VERSION,
             fingerprint,
         )
-        rows = zip(arrays["sample_ids"], *(arrays[name].tolist() for name in SHAPE_COLUMNS), strict=True)
-        shapes = [SampleShape(str(row[0]), *row[1:]) for row in rows]
-        known = {
-            int(index): (shape, int(stamp))
-            for index, stamp, shape in zip(arrays["indices"], arrays["stamps"], shapes, strict=True)
-        }
+        rows = zip(*(arrays[name].tolist() for name in SHAPE_COLUMNS), strict=True)
+        kept = dict(zip(arrays["stamps"].tolist(), rows, strict=True))
         if any(float(arrays[name].min(initial=0)) < 0 for name in SHAPE_COLUMNS):
             raise ValueError("a negative size")
     except (
@@ -109,12 +104,11 @@ def load_shapes(path: Path, fingerprint: str, dataset: LlavaDataset) -> dict[int
         )
         return {}
     if not current:
-        logger.info(
-            "the shape cache %s is of other records or settings; the data set is scanned again.", path
-        )
+        logger.info("the shape cache %s is of other settings; the data set is scanned again.", path)
         return {}
+    stamps = {index: sample_stamp(dataset, index) for index in range(len(dataset))}
     return {
-        index: entry
-        for index, entry in known.items()
-        if entry[1] != MISSING_STAMP and media_stamp(dataset, index) == entry[1]
+        index: (SampleShape(dataset.sample_id(index), *kept[stamp]), stamp)
+        for index, stamp in stamps.items()
+        if stamp in kept
     }

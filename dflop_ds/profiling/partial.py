@@ -34,7 +34,7 @@ class PartialProfile:
         self._key = hashlib.sha256(key.encode()).hexdigest()
         self._found: dict[int, Found] = {}
         if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 self._read(line)
         if self._found:
             logger.info("%d shapes of an interrupted profile are taken from %s", len(self._found), path)
@@ -66,7 +66,7 @@ class PartialProfile:
             number, key = int(content["number"]), content["key"]
             if rows:
                 check_rows(rows)
-        except (ValueError, KeyError, TypeError, CostModelError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, CostModelError):
             return
         if key == self._key:
             self._found[number] = (rows, limits)

@@ -174,7 +174,9 @@ class ProfileTable:
             rows = [ProfileRow(**row) for row in content["rows"]]
             limits = [ProfileLimit(**limit) for limit in content["limits"]]
             parameters = {str(kind): int(number) for kind, number in content["parameters"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if min(parameters.values(), default=0) < 0:
+                raise ValueError(f"parameters are {parameters}")
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise CostModelError(
                 f"{path} must hold whole rows and a fingerprint; {error!r}. Run `dflop-ds profile` again."
             ) from error
@@ -259,4 +261,6 @@ def _read_fingerprint(stored: Mapping[str, Any]) -> Fingerprint:
         wanted = types.get(field.name, str)
         if not isinstance(value, wanted):
             raise TypeError(f"fingerprint.{field.name} is {value!r}")
+    if fingerprint.tensor_parallel_degree < 1:
+        raise ValueError(f"fingerprint.tensor_parallel_degree is {fingerprint.tensor_parallel_degree}")
     return fingerprint

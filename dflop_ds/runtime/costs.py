@@ -157,7 +157,7 @@ def _named_profile(config: DflopConfig, expected: Fingerprint) -> ProfileTable |
     if config.cost.profile == "auto":
         return None
     table = ProfileTable.load(config.cost.profile)
-    table.check_matches(expected)
+    table.check_matches(expected, config.cost.on_other_conditions)
     return table
 
 

@@ -214,11 +214,11 @@ def stages_for_report(
     Raises
     ------
     CostModelError
-        If the profile is of another model.
+        If the profile is of another model, or `cost.on_other_conditions` refuses it.
     """
     model_config = read_model_config(config)
     content = model_content(model_config)
-    table.check_matches(costs.fingerprint(ds_config, config, content))
+    table.check_matches(costs.fingerprint(ds_config, config, content), config.cost.on_other_conditions)
     dims = model_dims(content)
     kinds = [plan.kind for plan in layer_plans(ds_config, config, model_config)]
     model = LayerCostModel(warn=False).fit(table.rows, dims)

@@ -11,6 +11,7 @@ import pytest
 from dflop_ds.cli.main import main
 from dflop_ds.data.demo import build_demo
 from dflop_ds.data.demo_model import TinyModelDims
+from dflop_ds.profiling.partial import PartialProfile
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.shapes import ShapeTable
 from tests.support.kinds import NATIVE_KINDS
@@ -65,6 +66,39 @@ def test_broken_files_are_listed(demo, tmp_path, capsys):
     assert len(ShapeTable.load(out)) == 23
 
 
+def test_unusable_outputs_are_found_before_any_work(demo, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dflop_ds.runtime.setup.profile_data", lambda *_: pytest.fail("scanned"))
+    monkeypatch.setattr("dflop_ds.runtime.setup.profile_model", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    for subject in ("data", "model"):
+        for out in (tmp_path, tmp_path / "file" / "out.npz"):
+            assert main(["profile", subject, demo[0], "--out", str(out)]) == 2
+            assert str(tmp_path) in capsys.readouterr().err
+    assert main(["profile", "data", demo[0], "--out", str(tmp_path / "shapes.png")]) == 2
+    assert "end it in .npz" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_ctrl_c_leaves_what_was_measured(demo, tmp_path, capsys, monkeypatch):
+    out, partial = tmp_path / "profile.json", tmp_path / "profile.json.partial.jsonl"
+    keep = PartialProfile.append
+
+    def interrupt(self, number, *found):
+        keep(self, number, *found)
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialProfile, "append", interrupt)
+        assert main(["profile", "model", demo[0], "--out", str(out)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert not out.exists()
+    kept = [row for line in partial.read_text().splitlines()[1:] for row in json.loads(line)["rows"]]
+    assert main(["profile", "model", demo[0], "--out", str(out), "--budget-s", "0.1"]) == 0
+    assert json.loads(out.read_text())["rows"][: len(kept)] == kept
+    assert not partial.exists()
+
+
 def test_profile_and_report(demo, tmp_path, capsys, caplog):
     out = tmp_path / "profile.json"
     assert main(["profile", "model", demo[0], "--out", str(out), "--budget-s", "60"]) == 0
@@ -107,3 +141,16 @@ def test_the_profile_of_another_model_is_refused(demo, tmp_path, capsys):
     out.write_text(json.dumps(content))
     assert main(["profile", "report", demo[0], "--profile", str(out)]) == 2
     assert "must be of this model" in capsys.readouterr().err
+
+
+def test_a_profile_of_other_hardware_follows_the_policy(demo, tmp_path, capsys):
+    out = tmp_path / "profile.json"
+    assert main(["profile", "model", demo[0], "--out", str(out), "--budget-s", "0.1"]) == 0
+    content = json.loads(out.read_text())
+    content["fingerprint"]["hardware"] = "abacus"
+    out.write_text(json.dumps(content))
+    config = json.loads(Path(demo[0]).read_text())
+    config["dflop"]["cost"] = {"on_other_conditions": "refuse"}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    assert main(["profile", "report", str(tmp_path / "ds.json"), "--profile", str(out)]) == 2
+    assert "hardware 'abacus'" in capsys.readouterr().err

@@ -236,6 +236,12 @@ def test_rows_without_bytes_are_refused(measured):
         MemoryModel([row], {"norm": 96}, measured.dims)
 
 
+def test_no_microbatch_is_refused(measured):
+    nothing = MicrobatchFeatures.from_bins(measured.table, [])
+    with pytest.raises(CostModelError, match="at least one microbatch"):
+        measured.model.stage(measured.stages, 0, nothing, TrainingSetting())
+
+
 def test_zero_2_is_refused():
     with pytest.raises(CostModelError, match="ZeRO-0 and ZeRO-1 only"):
         TrainingSetting(zero_stage=2)

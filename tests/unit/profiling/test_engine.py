@@ -70,7 +70,8 @@ def test_an_interrupted_profile_goes_on(bench, tmp_path, monkeypatch):
     shapes = [[0], [1], [2]]
     first = measure(bench, shapes, partial=path, partial_key="a")
     lines = path.read_text().splitlines()
-    path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:40])  # as if killed while writing the third
+    damaged = b"\xff\xfe\n" + b"[" * 10**5 + "\n".join(["", *lines[:3], lines[3][:40]]).encode()
+    path.write_bytes(damaged)  # as if killed while writing the third, after other damage
     again = measure(bench, shapes, partial=path, partial_key="a")
     count = sum(1 for row in first.rows if row.kind == "norm")
     assert [row for row in again.rows if row.kind == "norm"][: count - 1] == [

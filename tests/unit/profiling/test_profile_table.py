@@ -77,6 +77,10 @@ def test_numpy_numbers_round_trip(tmp_path):
         (1, {"num_segments": 0}, "num_segments of at least 1"),
         (1, {"target_tokens": -1}, "target_tokens, found -1"),
         (1, {"llm_tokens": 1.5}, r"llm_tokens, found 1\.5"),
+        (1, {"sum_squared_tokens": 10**400}, r"sum_squared_tokens, found 1000000.*\(401 characters\)"),
+        (1, {"activation_bytes": 2**53 + 1}, "from 0 to 2.53 as activation_bytes"),
+        (0, {"forward_s": 1e308}, r"as forward_s, found 1e\+308"),
+        (0, {"forward_s": 5e-324}, "as forward_s, found 5e-324"),
         (1, {"kind": "mlp"}, "layer kind must be one of"),
     ],
 )
@@ -127,6 +131,12 @@ def test_missing_file(tmp_path):
         (lambda content: [row.update(forward_s=0.0) for row in content["rows"]], "forward time above 0"),
         (lambda content: content["fingerprint"].pop("dtype"), "dtype"),
         (lambda content: content["fingerprint"].update(versions="2.9"), "versions"),
+        (
+            lambda content: content["fingerprint"].update(tensor_parallel_degree=0),
+            "degree is 0",
+        ),
+        (lambda content: content.update(parameters={"norm": -1}), "parameters are"),
+        (lambda content: content.update(parameters={"norm": math.inf}), "infinity"),
         (
             lambda content: content["fingerprint"].update(activation_checkpointing="no"),
             "activation_checkpointing",
