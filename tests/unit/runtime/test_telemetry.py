@@ -132,7 +132,7 @@ def test_instructions_of_a_step_are_recorded() -> None:
         ("BackwardPass", 0),
         ("ReduceGrads", 0),
     ]
-    assert [record.duration_s >= 0.02 for record in step.instructions] == [True, True, False, False]
+    assert all(record.duration_s >= 0.02 for record in step.instructions[:2])
     assert before_s <= step.start_s <= step.start_s + step.duration_s <= after_s
     end_s = 0.0
     for record in step.instructions:

@@ -108,14 +108,14 @@ def test_empty_bins_and_no_samples_are_ordered():
 def test_ordering_is_cheap():
     forward_s, backward_s = _times_s(32 * 6, 2)
     assignment = Assignment.from_bin_of(np.arange(32 * 6) % 32, 32)
-    walls_s = []
+    computed_s = []
     for _ in range(3):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         order_bins(
             assignment, forward_s=forward_s, backward_s=backward_s, num_replicas=2, num_microbatches=16
         )
-        walls_s.append(time.perf_counter() - started_s)
-    assert min(walls_s) < 0.1  # 5 ms on an idle core; the margin is for a busy one
+        computed_s.append(time.process_time() - started_s)
+    assert min(computed_s) < 0.2  # 5 ms on a core of today
 
 
 @pytest.mark.parametrize(
