@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -22,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +157,10 @@ def summarise(result: dict[str, Any]) -> dict[str, Any]:
     """Figures of one run over its measured steps."""
     steps = slice(WARMUP_STEPS, None)
     times_s = result["step_times_s"][steps]
+    rates = [num / took_s for num, took_s in zip(result["useful_tokens"][steps], times_s, strict=True)]
     row = {
         "median_step_time_s": statistics.median(times_s),
-        "useful_tokens_per_s": sum(result["useful_tokens"][steps]) / sum(times_s),
+        "useful_tokens_per_s": statistics.median(rates),
         "bubble_fraction": statistics.median(result["bubble_fractions"][steps]),
         "imbalance": statistics.median(result["imbalances"][steps]),
         "padding_share": result["padding_share"],
@@ -226,20 +230,53 @@ def print_report(rows: dict[str, Any], summary: dict[str, float], machine: dict[
         "means over\nmicrobatches, dflop_ds losses are means over the tokens of the global batch"
     )
     print(
+        "imbalance: longest over mean microbatch of a stage; data-aware steps begin and end with small "
+        "ones on purpose,\nwhich fills and drains the pipeline faster"
+    )
+    print(
+        f"layers per stage: {sizes_of_stages(rows['blind']['stages'])} by parameters (stock), "
+        f"{sizes_of_stages(rows['aware']['stages'])} by predicted time (dflop_ds)"
+    )
+    print(
         f"\ndata-aware is {summary['speedup']:.2f}x faster than data-blind stock DeepSpeed "
-        f"(stage split {summary['speedup_by_split']:.2f}x, balance {summary['speedup_by_balance']:.2f}x) and "
-        f"{summary['speedup_over_padded']:.2f}x faster than padded (packing "
-        f"{summary['speedup_by_packing']:.2f}x)"
+        f"(engine and stage split {summary['speedup_by_split']:.2f}x, balance "
+        f"{summary['speedup_by_balance']:.2f}x) and "
+        f"{summary['speedup_over_padded']:.2f}x faster than padded "
+        f"(packing {summary['speedup_by_packing']:.2f}x)"
     )
     print(
         f"largest loss difference, data-aware against data-blind order: {summary['max_loss_difference']:.2e}"
     )
 
 
+def sizes_of_stages(boundaries: Sequence[int]) -> list[int]:
+    """Layers of each stage."""
+    return [stop - start for start, stop in itertools.pairwise(boundaries)]
+
+
 def draw_timelines(path: Path, results: dict[str, Any]) -> None:
-    """Timelines of the last step, data-blind above data-aware."""
-    runs = [(TITLES[label], results[label]["passes"]) for label in ("blind", "split", "aware")]
-    draw(path, runs, "The same global batch (measured, last step)")
+    """Timelines of one step, data-blind above data-aware."""
+    labels = ("blind", "split", "aware")
+    step = typical_step([results[label]["step_times_s"] for label in labels])
+    runs = [(TITLES[label], results[label]["passes"][step]) for label in labels]
+    draw(path, runs, f"The same global batch, measured: step {step}, whose times are closest to the medians")
+
+
+def typical_step(step_times_s: Sequence[Sequence[float]]) -> int:
+    """The step after the warm-up in which the runs took most nearly their median times.
+
+    Parameters
+    ----------
+    step_times_s : sequence of sequence of float
+        Seconds of every step, per run.
+    """
+    medians_s = [statistics.median(times_s[WARMUP_STEPS:]) for times_s in step_times_s]
+
+    def distance(step: int) -> float:
+        pairs = zip(step_times_s, medians_s, strict=True)
+        return sum(abs(math.log(times_s[step] / median_s)) for times_s, median_s in pairs)
+
+    return min(range(WARMUP_STEPS, len(step_times_s[0])), key=distance)
 
 
 def free_port() -> int:
@@ -247,10 +284,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _python_path() -> list[str]:
-    return [entry for entry in [os.environ.get("PYTHONPATH", "")] if entry]
 
 
 if __name__ == "__main__":

@@ -179,18 +179,22 @@ class InMemory(Dataset[Any]):
 
 
 def measured(gathered: dict[int, list[StepRecord]]) -> dict[str, Any]:
-    """Per step: bubble fraction, microbatch imbalance, and the passes of the last step for the figure."""
+    """Per step: bubble fraction, microbatch imbalance, and the passes for the figure."""
     summaries = [
         summarise({rank: steps[index] for rank, steps in gathered.items()})
         for index in range(len(gathered[0]))
     ]
-    last = {rank: steps[-1] for rank, steps in gathered.items()}
-    origin_s = min(step.start_s for step in last.values())
-    passes = [
-        [rank, r.name, r.microbatch, step.start_s - origin_s + r.start_s, r.duration_s]
-        for rank, step in last.items()
-        for r in step.compute()
-    ]
+    passes = []
+    for index in range(len(summaries)):
+        ranks = {rank: steps[index] for rank, steps in gathered.items()}
+        origin_s = min(step.start_s for step in ranks.values())
+        passes.append(
+            [
+                [rank, r.name, r.microbatch, step.start_s - origin_s + r.start_s, r.duration_s]
+                for rank, step in ranks.items()
+                for r in step.compute()
+            ]
+        )
     return {
         "bubble_fractions": [summary.bubble_fraction for summary in summaries],
         "imbalances": [summary.stage_imbalance for summary in summaries],

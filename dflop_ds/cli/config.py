@@ -44,11 +44,12 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Validate a file; problems are raised as ConfigError."""
     ds_config = load_ds_config(arguments.file)
     block = parse_dflop(ds_config)
-    if "dflop" not in ds_config:
+    if "dflop" in ds_config:
+        print(f"dflop block: {'enabled' if block.enabled else 'not enabled'}")
+    elif not arguments.trainer:
         print('no "dflop" block: dflop_ds is not enabled')
-    print(f"dflop block: {'enabled' if block.enabled else 'not enabled'}")
     if not arguments.trainer:
-        validate_for_pipeline(ds_config)
+        _check_pipeline(ds_config)
         replicas = _replicas(ds_config, block, arguments.num_ranks)
         sizes = BatchSizes.from_ds_config(ds_config, replicas)
         print(
@@ -59,6 +60,18 @@ def run_check(arguments: argparse.Namespace) -> int:
             print("the number of replicas is a guess from the file; give --num-ranks to check it")
     print(f"{arguments.file}: ok")
     return 0
+
+
+def _check_pipeline(ds_config: dict[str, Any]) -> None:
+    try:
+        validate_for_pipeline(ds_config)
+    except ConfigError as error:
+        if "dflop" in ds_config:
+            raise
+        raise ConfigError(
+            f"{error}\nThese are the rules of the pipeline; a file for the Hugging Face Trainer is checked "
+            "with --trainer."
+        ) from None
 
 
 def _replicas(ds_config: dict[str, Any], block: DflopConfig, num_ranks: int | None) -> int:

@@ -113,7 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     source = f"unmeasured, data sheet of {hardware.name}"
     if workload.measured:
-        source = "profile " + ", ".join(map(str, arguments.profile))
+        machines = dict.fromkeys(profile.fingerprint.hardware for _, profile in profiles.values())
+        source = f"profile {', '.join(map(str, arguments.profile))}, measured on {', '.join(machines)}"
     print(
         f"{arguments.gpus} GPUs ({hardware.name}), {len(workload.table)} samples, {workload.num_batches} "
         f"drawn batches of {workload.batch_size}; layer times: {source}; predictions, simulated steps"

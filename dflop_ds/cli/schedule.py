@@ -122,6 +122,8 @@ def _print(problem: Problem, blind: Schedule, found: Schedule) -> None:
         f"solver {solution.solver}, {shape}: largest bin {solution.largest_bin_s:.6g} s, lower bound "
         f"{solution.bound_s:.6g} s, gap {solution.ratio_to_bound - 1.0:.4%}, {solution.solve_time_s:.3f} s"
     )
+    if len(set(found.weights)) > 1:
+        print("bins of a ramp are unequal on purpose: small ones fill and drain the pipeline faster")
     if solution.fallback_reason is not None:
         print(f"fallback: {solution.fallback_reason}")
     saved = 1.0 - found.makespan_s / blind.makespan_s if blind.makespan_s > 0 else 0.0

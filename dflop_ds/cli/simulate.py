@@ -235,7 +235,8 @@ def _print_steps(what_if: WhatIf, steps: list[SimulatedStep], log: list[LoggedSt
     measured = {
         step.plan.step: max(line["step_time_s"] for line in step.measured) for step in log if step.measured
     }
-    print(f"{'step':>5}{'predicted s':>13}{'data-blind s':>14}{'bubble':>9}{'measured s':>12}{'error':>8}")
+    head = f"{'step':>5}{'predicted s':>13}{'data-blind s':>14}{'bubble':>9}"
+    print(head + (f"{'measured s':>12}{'error':>8}" if measured else ""))
     for step in steps:
         blind = "" if step.blind_s is None else f"{step.blind_s:.4g}"
         line = f"{step.number:>5}{step.step_time_s:>13.4g}{blind:>14}{step.result.bubble_fraction[0]:>9.1%}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from dflop_ds.simulation.trace import TraceEvent
 
 _COLOURS = {"forward": "#4c78a8", "backward": "#f58518"}
-_MAX_LABELS = 600
+_SHARE_OF_A_DIGIT = 0.0035  # of the width of the time axis; narrower passes have no number
 
 
 def draw_timeline(path: Path, events: Sequence[TraceEvent], title: str) -> None:
@@ -31,6 +31,7 @@ def draw_timeline(path: Path, events: Sequence[TraceEvent], title: str) -> None:
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     position = {row: index for index, row in enumerate(rows)}
+    narrowest_s = _SHARE_OF_A_DIGIT * max(event.start_s + event.duration_s for event in events)
     for event in events:
         row = position[event.replica, event.stage, event.source]
         axis.barh(
@@ -42,7 +43,7 @@ def draw_timeline(path: Path, events: Sequence[TraceEvent], title: str) -> None:
             edgecolor="white",
             linewidth=0.4,
         )
-        if len(events) <= _MAX_LABELS:
+        if event.duration_s >= narrowest_s * len(str(event.microbatch)):
             middle_s = event.start_s + event.duration_s / 2
             axis.text(middle_s, row, str(event.microbatch), ha="center", va="center", fontsize=5)
     labels = [f"replica {replica} stage {stage} {source}".rstrip() for replica, stage, source in rows]

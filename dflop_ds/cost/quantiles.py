@@ -220,7 +220,7 @@ def whole_microbatches(rows: Sequence[ProfileRow]) -> list[list[ProfileRow]]:
     if len(whole) < 2 * _FOLDS:
         raise CostModelError(
             f"held-out errors must be taken on at least {2 * _FOLDS} microbatches with every layer kind, "
-            f"found {len(whole)}. Profile more shapes."
+            f"found {len(whole)}. Profile for longer: `dflop-ds profile model` with a larger --budget-s."
         )
     return whole
 

@@ -13,6 +13,7 @@ _SHOWN_STAGES = 8
 def ranking_lines(found: Search, workload: Workload, num_rows: int) -> list[str]:
     """The fastest layouts, with what each loses to the first."""
     lines = [
+        "tp: tensor degree, pp: stages, dp: replicas, m: microbatches of a replica, ckpt: checkpointing",
         f"{'':>3}{'layout':<46}{'step s':>9}{'tokens/s/GPU':>14}{'idle':>7}{'largest GB':>12}  lost by",
     ]
     best = found.ranking[0]

@@ -77,6 +77,14 @@ def test_check_for_the_trainer_skips_the_pipeline_rules(write):
     assert main(["config", "check", path, "--trainer"]) == 0
 
 
+def test_check_names_the_trainer_option_for_files_without_a_block(write, capsys):
+    path = write({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
+    assert main(["config", "check", path]) == 2
+    assert "--trainer" in capsys.readouterr().err
+    assert main(["config", "check", path, "--trainer"]) == 0
+    assert "not enabled" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("argv", [[], ["config"], ["nonsense"], ["demo-data"], ["config", "check"]])
 def test_wrong_command_lines_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:

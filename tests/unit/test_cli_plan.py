@@ -168,7 +168,7 @@ def test_a_profile_in_another_type_is_noted(files: Path, capsys: pytest.CaptureF
 def test_profiles_of_several_tensor_degrees(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = write_profile(files), write_profile(files, 2)
     assert plan(files, "--gpus", "2", "--layouts", "all", "--profile", one, two) == 0
-    assert f"profile {one}, {two}" in capsys.readouterr().out
+    assert f"profile {one}, {two}, measured on Some GPU" in capsys.readouterr().out
     assert plan(files, "--gpus", "2", "--profile", two) == 2
     assert "a profile of one GPU must be given" in capsys.readouterr().err
     assert plan(files, "--gpus", "2", "--profile", one, one) == 2

@@ -1,6 +1,7 @@
 """The search, against simulating everything."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -101,6 +102,9 @@ def test_the_report_names_what_was_lost():
     workload = small_workload(mixed_table(64), 16)
     found = search(workload, SearchSpace(4), limit_bytes=80e9, max_simulations=0, num_ranked=6)
     lines = ranking_lines(found, workload, 6)
+    legend, *lines = lines
+    names = re.findall(r"[a-z]+(?=[0-9])", str(found.best.layout))
+    assert {f"{name}:" for name in names if name != "zero"} <= set(legend.split())
     assert len(lines) == 7
     assert str(found.best.layout) in lines[1]
     assert all(("more" in line or "slower" in line or "equally" in line) for line in lines[2:])
