@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,16 +27,16 @@ class Assignment:
     @classmethod
     def from_bin_of(cls, bin_of: Sequence[int] | IntArray, num_bins: int) -> Assignment:
         """Build from the bin index of every sample, shape (num_samples,)."""
-        bins: list[list[int]] = [[] for _ in range(num_bins)]
-        for sample, index in enumerate(bin_of):
-            bins[int(index)].append(sample)
-        return cls(tuple(tuple(members) for members in bins))
+        found = np.asarray(bin_of, dtype=np.int64)
+        order = np.argsort(found, kind="stable").tolist()
+        edges = [0, *np.cumsum(np.bincount(found, minlength=num_bins)).tolist()]
+        return cls(tuple(tuple(order[first:last]) for first, last in itertools.pairwise(edges)))
 
     def bin_of(self) -> IntArray:
         """Bin index of every sample, shape (num_samples,), of a valid assignment."""
-        result = np.empty(sum(len(members) for members in self.bins), dtype=np.int64)
-        for index, members in enumerate(self.bins):
-            result[list(members)] = index
+        samples = np.fromiter(itertools.chain.from_iterable(self.bins), dtype=np.int64)
+        result = np.empty(len(samples), dtype=np.int64)
+        result[samples] = np.repeat(np.arange(len(self.bins)), [len(members) for members in self.bins])
         return result
 
     def validate(self, problem: Problem) -> None:

@@ -8,6 +8,7 @@ from dflop_ds.errors import InfeasibleError
 from dflop_ds.scheduling.assignment import Assignment, check_bin_sizes
 from dflop_ds.scheduling.descent import BinLoads, descend
 from dflop_ds.scheduling.problem import FloatArray, IntArray, Problem
+from dflop_ds.scheduling.sections import place_in_sections
 from dflop_ds.scheduling.sweep import sweep
 
 _SWEEPS = 6
@@ -20,8 +21,9 @@ def solve_lpt(problem: Problem) -> Assignment:
 
     Samples go in order of decreasing largest module cost into the bin whose largest module load
     stays least; ties go to the smaller sum over modules, then to the bin with fewer samples, then to
-    the lower index. Where the caps stop this, samples are first-fitted by decreasing size. The result
-    is a pure function of the problem, and no bin is empty unless there are fewer samples than bins.
+    the lower index; 512 bins and more are filled in sections (`sections.py`). Where the caps stop this,
+    samples are first-fitted by decreasing size. The result is a pure function of the problem, and no bin is
+    empty unless there are fewer samples than bins.
 
     Raises
     ------
@@ -42,6 +44,13 @@ def solve_lpt(problem: Problem) -> Assignment:
 def _place_by_cost(problem: Problem) -> IntArray | None:
     """Bin of every sample by LPT, or None if a sample fits into no bin."""
     costs_s = problem.costs_s
+    order = np.lexsort((-costs_s.sum(axis=1), -costs_s.max(axis=1)))
+    bin_of = place_in_sections(problem, order)
+    return _place_one_by_one(problem, order) if bin_of is None else bin_of
+
+
+def _place_one_by_one(problem: Problem, order: IntArray) -> IntArray | None:
+    costs_s = problem.costs_s
     loads_s = np.zeros((problem.num_modules, problem.num_bins))
     counts = np.zeros(problem.num_bins, dtype=np.int64)
     barred = _Bars(problem)
@@ -50,7 +59,6 @@ def _place_by_cost(problem: Problem) -> IntArray | None:
         costs_s, scale = costs_s / problem.bin_scale[0], 1.0
     groups = problem.group_of if problem.grouped_modules else None
     bin_of = np.empty(problem.num_samples, dtype=np.int64)
-    order = np.lexsort((-costs_s.sum(axis=1), -costs_s.max(axis=1)))
     added_s = np.empty_like(loads_s)
     for sample in order.tolist():
         np.add(loads_s, costs_s[sample][:, None] / scale, out=added_s)

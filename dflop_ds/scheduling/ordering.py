@@ -164,6 +164,9 @@ def _best_candidates(bins: _Bins, replicas: IntArray) -> tuple[IntArray, FloatAr
 
 def _swap_positions(num_microbatches: int) -> IntArray:
     """Pairs of positions to swap, shape (num_swaps, 2), those close to an end first."""
+    if num_microbatches > _MAX_SWAPS:
+        # There are enough pairs with the first position; all pairs would be too many to list.
+        return np.stack([np.zeros(_MAX_SWAPS, dtype=np.int64), np.arange(1, _MAX_SWAPS + 1)], axis=1)
     first, second = np.triu_indices(num_microbatches, k=1)
     from_end = np.minimum(first, num_microbatches - 1 - second)
     chosen = np.sort(np.argsort(from_end, kind="stable")[:_MAX_SWAPS])
@@ -175,9 +178,9 @@ def _swap_descent(
 ) -> tuple[IntArray, FloatArray]:
     """Apply the best swap of each of the slowest replicas until none shortens its makespan."""
     num_microbatches = orders.shape[1]
-    pairs = _swap_positions(num_microbatches)
-    if len(pairs) == 0:
+    if max_rounds == 0 or num_microbatches == 1:
         return orders, makespans_s
+    pairs = _swap_positions(num_microbatches)
     swaps = np.tile(np.arange(num_microbatches), (len(pairs), 1))
     rows = np.arange(len(pairs))
     swaps[rows, pairs[:, 0]], swaps[rows, pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
