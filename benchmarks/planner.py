@@ -32,6 +32,7 @@ from dflop_ds.planning.analytic import analytic_layer_model, analytic_memory_mod
 from dflop_ds.planning.evaluation import Evaluator
 from dflop_ds.planning.hardware import PRESETS
 from dflop_ds.planning.layout import SearchSpace
+from dflop_ds.planning.model import ModelCosts
 from dflop_ds.planning.search import search
 from dflop_ds.planning.stages import StageTable
 from dflop_ds.planning.workload import Workload
@@ -303,17 +304,14 @@ def make_workload(
         "llm_tokens": tokens,
         "target_tokens": samples.target_tokens.astype(np.int64),
     }
-    return Workload(
-        model_layers(dims),
-        ShapeTable([f"{data}-{index}" for index in range(len(tokens))], columns),
-        batch_size,
-        layer_model=analytic_layer_model(dims, PRESETS[hardware], "bfloat16"),
-        memory_model=analytic_memory_model(dims, 2),
-        hardware=PRESETS[hardware],
+    model = ModelCosts(
+        tuple(model_layers(dims)),
+        times=analytic_layer_model(dims, PRESETS[hardware], "bfloat16"),
+        memory=analytic_memory_model(dims, 2),
         measured=False,
-        num_batches=num_batches,
-        seed=seed,
     )
+    table = ShapeTable([f"{data}-{index}" for index in range(len(tokens))], columns)
+    return Workload(model, table, batch_size, hardware=PRESETS[hardware], num_batches=num_batches, seed=seed)
 
 
 if __name__ == "__main__":

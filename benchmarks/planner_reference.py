@@ -33,7 +33,7 @@ def all_degrees(num_gpus: int, max_tensor: int) -> Iterator[Degrees]:
 
 def pairs_of_degrees(workload: Workload, num_gpus: int, max_tensor: int) -> Iterator[tuple[Degrees, Degrees]]:
     """Encoder and LLM on GPUs of their own, all GPUs used, in ascending order of every degree."""
-    dims = workload.memory_model.dims
+    dims = workload.model.memory.dims
     encoder_layers = workload.layers.index("token_embed")
     llm_layers = len(workload.layers) - encoder_layers
     for encoder_gpus in range(1, num_gpus):
@@ -58,7 +58,7 @@ def exhaustive_best(
     workload: Workload, num_gpus: int, max_tensor: int, limit_bytes: float
 ) -> tuple[Evaluation, int]:
     """Simulate every layout with every option; the fastest that fits, and how many were simulated."""
-    dims = workload.memory_model.dims
+    dims = workload.model.memory.dims
     layouts: list[tuple[Degrees | None, Degrees]] = list(pairs_of_degrees(workload, num_gpus, max_tensor))
     heads = [dims.llm.num_heads, dims.llm.num_kv_heads, dims.vision.num_heads]
     for whole in all_degrees(num_gpus, max_tensor):

@@ -10,25 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflop_ds.cli.arguments import seconds, whole_number
-from dflop_ds.cli.training import configured_training, note_other_dtype
-from dflop_ds.config import (
-    BatchSizes,
-    load_ds_config,
-    parse_dflop,
-    plannable_zero_stages,
-    reduce_bucket_values,
-    uses_bf16,
-)
-from dflop_ds.cost.files import read_json
-from dflop_ds.cost.layer_model import LayerCostModel
-from dflop_ds.cost.memory import MemoryModel
-from dflop_ds.errors import ConfigError, CostModelError
-from dflop_ds.families import model_dims
-from dflop_ds.flops import ModelDims
+from dflop_ds.cli.arguments import check_writable, seconds, whole_number
+from dflop_ds.cli.training import measured_costs, read_model_config, unmeasured_costs
+from dflop_ds.config import BatchSizes, load_ds_config, parse_dflop, plannable_zero_stages
+from dflop_ds.errors import ConfigError
 from dflop_ds.planning import report
 from dflop_ds.planning.advice import Payoff, oversized_rows, what_is_missing
-from dflop_ds.planning.analytic import analytic_layer_model, analytic_memory_model, model_layers
 from dflop_ds.planning.baselines import best_blind, gain_of_balancing
 from dflop_ds.planning.evaluation import Evaluation
 from dflop_ds.planning.export import plan_config
@@ -88,10 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, write; the exit code is 1 where nothing fits."""
     ds_config = load_ds_config(arguments.config)
-    if arguments.out is not None and arguments.layouts != "runtime":
-        raise ConfigError(
-            "--out writes what training executes, found --layouts all. Use --layouts runtime with --out."
-        )
+    if arguments.out is not None:
+        if arguments.layouts != "runtime":
+            raise ConfigError(
+                "--out writes what training executes, found --layouts all. Use --layouts runtime with --out."
+            )
+        check_writable(arguments.out, "--out")
     hardware = load_hardware(arguments.hardware)
     profiles = read_profiles(arguments.profile)
     workload = make_workload(ds_config, arguments, hardware, profiles)
@@ -112,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_ranked=arguments.rows,
     )
     source = f"unmeasured, data sheet of {hardware.name}"
-    if workload.measured:
+    if workload.model.measured:
         machines = dict.fromkeys(profile.fingerprint.hardware for _, profile in profiles.values())
         source = f"profile {', '.join(map(str, arguments.profile))}, measured on {', '.join(machines)}"
     print(
@@ -145,7 +134,6 @@ def _write(
     checkpointing = best.layout.activation_checkpointing
     usable = profiles and profiles[1][1].fingerprint.activation_checkpointing == checkpointing
     content = plan_config(ds_config, best, workload, limit_bytes, str(profiles[1][0]) if usable else None)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"\nwrote {arguments.out} for {arguments.gpus} ranks")
 
@@ -174,37 +162,17 @@ def make_workload(
         If the profile is of another model or lacks a layer kind.
     """
     config = parse_dflop(ds_config)
-    if config.model.path is None:
-        raise ConfigError("dflop.model.path must name a local model directory, found null. Set it.")
-    model_config = read_json(Path(config.model.path) / "config.json", "model config")
-    dims = model_dims(model_config)
-    layers = model_layers(dims)
-    dtype = "bfloat16" if uses_bf16(ds_config) else "float32"
-    value_bytes = 2 if dtype == "bfloat16" else 4
-    memory_model = analytic_memory_model(dims, value_bytes)
-    measured = {}
-    for degree, (_, profile) in profiles.items():
-        profile.check_model(model_config, layers)
-        measured[degree] = LayerCostModel(warn=False).fit(profile.rows, dims)
+    model_config = read_model_config(config)
     if profiles:
-        layer_model = measured.pop(1)
-        memory_model = _measured_memory(profiles[1][1], dims, memory_model)
-        note_other_dtype(profiles[1][1], ds_config)
+        tables = {degree: table for degree, (_, table) in profiles.items()}
+        model = measured_costs(ds_config, config, model_config, tables, warn=False)
     else:
-        layer_model = analytic_layer_model(dims, hardware, dtype)
+        model = unmeasured_costs(ds_config, config, model_config, hardware)
     return Workload(
-        layers,
+        model,
         ShapeTable.load(arguments.shapes),
         _batch_size(ds_config, arguments),
-        layer_model=layer_model,
-        tensor_models=measured,
-        memory_model=memory_model,
         hardware=hardware,
-        value_bytes=value_bytes,
-        reduce_bucket_values=reduce_bucket_values(ds_config),
-        checkpointed_profile=bool(profiles) and profiles[1][1].fingerprint.activation_checkpointing,
-        measured=bool(profiles),
-        training=configured_training(ds_config, config),
         seed=arguments.seed,
     )
 
@@ -237,16 +205,6 @@ def read_profiles(paths: Sequence[Path]) -> dict[int, tuple[Path, ProfileTable]]
             "Profile again."
         )
     return profiles
-
-
-def _measured_memory(profile: ProfileTable, dims: ModelDims, otherwise: MemoryModel) -> MemoryModel:
-    """Memory model of the profile, or the analytic one where the profile has no bytes."""
-    value_bytes = 2 if profile.fingerprint.dtype == "bfloat16" else 4
-    try:
-        return MemoryModel(profile.rows, profile.parameters, dims, value_bytes)
-    except CostModelError as error:
-        print(f"memory by formulas instead of the profile: {error}")
-        return otherwise
 
 
 def _batch_size(ds_config: dict[str, Any], arguments: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dflop_ds.cli.arguments import check_writable
+
 _MOST_LISTED = 50
 
 
@@ -41,15 +43,6 @@ def _subject(
     return parser
 
 
-def _require_writable(path: Path) -> None:
-    """Raise OSError now rather than after measuring; nothing is left behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    absent = not path.exists()
-    path.open("ab").close()
-    if absent:
-        path.unlink(missing_ok=True)
-
-
 def run_model(arguments: argparse.Namespace) -> int:
     """Measure and save; ``dflop.cost.profile`` may then name the file.
 
@@ -60,7 +53,7 @@ def run_model(arguments: argparse.Namespace) -> int:
     from dflop_ds.runtime.setup import profile_model  # imports torch and DeepSpeed
 
     ds_config = load_ds_config(arguments.config)
-    _require_writable(arguments.out)
+    check_writable(arguments.out, "--out")
     partial = arguments.out.with_name(arguments.out.name + ".partial.jsonl")
     config = parse_dflop(ds_config)
     if arguments.budget_s is not None:
@@ -96,7 +89,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--out must not be the picture of the histograms, found {picture}; end it in .npz."
         )
-    _require_writable(arguments.out)
+    check_writable(arguments.out, "--out")
     cache = arguments.out.with_name(arguments.out.name + ".cache")
     found = profile_data(config, cache, arguments.processes)
     found.table.save(arguments.out)

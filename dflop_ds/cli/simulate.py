@@ -6,36 +6,21 @@ import argparse
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from dflop_ds.cli.arguments import whole_number
+from dflop_ds.cli.arguments import check_writable, whole_number
 from dflop_ds.cli.timeline import draw_timeline
-from dflop_ds.cli.training import configured_training, note_other_dtype
-from dflop_ds.config import (
-    BATCH_KEYS,
-    BatchSizes,
-    DflopConfig,
-    load_ds_config,
-    parse_dflop,
-    reduce_bucket_values,
-    uses_bf16,
-    zero_stage,
-)
+from dflop_ds.cli.training import measured_costs, read_model_config
+from dflop_ds.config import BATCH_KEYS, BatchSizes, load_ds_config, parse_dflop, zero_stage
 from dflop_ds.cost.features import FloatArray
-from dflop_ds.cost.files import read_json
-from dflop_ds.cost.gradients import LayerTraining
-from dflop_ds.cost.memory import MemoryModel, TrainingSetting
-from dflop_ds.cost.model import LayerCostModel
+from dflop_ds.cost.memory import TrainingSetting
 from dflop_ds.cost.split import configured_boundaries
-from dflop_ds.errors import ConfigError, CostModelError
-from dflop_ds.families import model_dims
+from dflop_ds.errors import ConfigError
 from dflop_ds.planning import communication
-from dflop_ds.planning.analytic import model_layers
 from dflop_ds.planning.hardware import PRESETS, load_hardware
 from dflop_ds.planning.layout import Degrees, Layout
-from dflop_ds.planning.what_if import Model, SimulatedStep, WhatIf
+from dflop_ds.planning.what_if import SimulatedStep, WhatIf
 from dflop_ds.profiling.table import ProfileTable
 from dflop_ds.scheduling.plan_log import LoggedStep, read_plan_log
 from dflop_ds.scheduling.solve import POLICIES
@@ -58,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, required=True, metavar="FILE", help="profile from `dflop-ds profile model`"
     )
     parser.add_argument("--model", type=Path, metavar="FILE", help="config.json; default: dflop.model.path")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps to simulate; default: 8")
+    parser.add_argument(
+        "--steps", type=whole_number(1), default=8, metavar="N", help="steps to simulate; default: 8"
+    )
     parser.add_argument(
         "--num-replicas", type=whole_number(1), metavar="R", help="default: by the batch sizes of PLAN"
     )
@@ -74,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan-log", type=Path, metavar="FILE", help="simulate its steps, beside what it measured"
     )
-    parser.add_argument("--trace-step", type=int, default=0, metavar="K", help="which of the N; default: 0")
+    parser.add_argument(
+        "--trace-step", type=whole_number(0), default=0, metavar="K", help="which of the N; default: 0"
+    )
     parser.add_argument("--trace", type=Path, metavar="OUT", help="write that step for Perfetto (JSON)")
     parser.add_argument("--png", type=Path, metavar="OUT", help="write that step as a picture")
     parser.set_defaults(run=run)
@@ -82,11 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print the tables, write the trace and the picture."""
-    if arguments.steps < 1 or not 0 <= arguments.trace_step < arguments.steps:
+    if arguments.trace_step >= arguments.steps:
         raise ConfigError(
-            f"--steps must be at least 1 and --trace-step below it, found {arguments.steps} and "
-            f"{arguments.trace_step}. Correct them."
+            f"--trace-step must be below --steps, found {arguments.trace_step} and {arguments.steps}. "
+            "Correct them."
         )
+    for option, path in (("--trace", arguments.trace), ("--png", arguments.png)):
+        if path is not None:
+            check_writable(path, option)
     log = [] if arguments.plan_log is None else read_plan_log(arguments.plan_log)[: arguments.steps]
     what_if = open_plan(arguments)
     if arguments.plan_log is None:
@@ -118,7 +110,23 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
     sizes = BatchSizes.from_ds_config(ds_config, num_replicas)
     table = ShapeTable.load(arguments.shapes)
     profile = ProfileTable.load(arguments.profile)
-    model = _model(arguments, config, profile, ds_config, num_replicas)
+    if profile.fingerprint.tensor_parallel_degree != 1:
+        raise ConfigError(
+            "a simulation needs a profile of whole layers, found one of tensor-parallel degree "
+            f"{profile.fingerprint.tensor_parallel_degree}. Profile on one GPU."
+        )
+    if arguments.model is None and config.model.path is None:
+        raise ConfigError(
+            "the model's config.json must be given; found null in dflop.model.path. Give --model."
+        )
+    model = measured_costs(ds_config, config, read_model_config(config, arguments.model), {1: profile})
+    setting = TrainingSetting(
+        model.value_bytes,
+        num_replicas,
+        zero_stage(ds_config),
+        config.parallel.activation_checkpointing,
+        model.reduce_bucket_values,
+    )
     boundaries = configured_boundaries(
         config, model.layers, num_stages, model.times, table, sizes.micro_batch_size, model.training
     )
@@ -127,13 +135,12 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
             f"a simulation needs dflop.parallel.split as a list or as auto, found {config.parallel.split!r}, "
             "which DeepSpeed resolves when it starts. Give the number of layers of each stage."
         )
-    states = model.training or [LayerTraining()] * len(model.layers)
     trained = [
-        profile.parameters.get(kind, 0) * state.trainable_share
-        for kind, state in zip(model.layers, states, strict=True)
+        model.memory.parameters[kind] * model.training_of(layer).trainable_share
+        for layer, kind in enumerate(model.layers)
     ]
     num_trained = [sum(trained[start:stop]) for start, stop in itertools.pairwise(boundaries)]
-    links, end = _communication(arguments, model.setting, np.array(num_trained, dtype=np.float64))
+    links, end = _communication(arguments, setting, np.array(num_trained, dtype=np.float64))
     return WhatIf(
         config,
         sizes,
@@ -141,6 +148,7 @@ def open_plan(arguments: argparse.Namespace) -> WhatIf:
         boundaries=boundaries,
         table=table,
         model=model,
+        setting=setting,
         network=Network(links, "overlapped" if arguments.overlapped_sends else "rendezvous"),
         end=end,
     )
@@ -178,51 +186,6 @@ def _implied_replicas(ds_config: dict[str, object]) -> int:
     raise ConfigError(
         f"the number of replicas must follow from {', '.join(BATCH_KEYS)}, found not all three of them. "
         "Give --num-replicas."
-    )
-
-
-def _model(
-    arguments: argparse.Namespace,
-    config: DflopConfig,
-    profile: ProfileTable,
-    ds_config: dict[str, Any],
-    num_replicas: int,
-) -> Model:
-    path = arguments.model
-    if path is None:
-        if config.model.path is None:
-            raise ConfigError(
-                "the model's config.json must be given; found null in dflop.model.path. Give --model."
-            )
-        path = Path(config.model.path) / "config.json"
-    model_config = read_json(path, "model config")
-    dims = model_dims(model_config)
-    profile.check_model(model_config, model_layers(dims))
-    if profile.fingerprint.tensor_parallel_degree != 1:
-        raise ConfigError(
-            "a simulation needs a profile of whole layers, found one of tensor-parallel degree "
-            f"{profile.fingerprint.tensor_parallel_degree}. Profile on one GPU."
-        )
-    note_other_dtype(profile, ds_config)
-    profiled_bytes = 2 if profile.fingerprint.dtype == "bfloat16" else 4
-    try:
-        memory = MemoryModel(profile.rows, profile.parameters, dims, profiled_bytes)
-    except CostModelError as error:
-        print(f"memory and message sizes are left out: {error}")
-        memory = None
-    return Model(
-        layers=tuple(model_layers(dims)),
-        times=LayerCostModel().fit(profile.rows, dims),
-        memory=memory,
-        setting=TrainingSetting(
-            value_bytes=2 if uses_bf16(ds_config) else 4,
-            data_parallel_size=num_replicas,
-            zero_stage=zero_stage(ds_config),
-            activation_checkpointing=config.parallel.activation_checkpointing,
-            reduce_bucket_values=reduce_bucket_values(ds_config),
-        ),
-        profiled_checkpointing=profile.fingerprint.activation_checkpointing,
-        training=configured_training(ds_config, config),
     )
 
 
@@ -264,8 +227,7 @@ def _print_stages(what_if: WhatIf, steps: list[SimulatedStep]) -> None:
     print(f"\n{'stage':>5}{'layers':>8}{'busy s':>10}{'idle':>8}{'peak memory MB':>21}")
     for stage, layers in enumerate(what_if.stages):
         share = idle_s[stage] / max(busy_s[stage] + idle_s[stage], 1e-300)
-        peak = f"{peaks[stage]:.1f}" if what_if.model.memory is not None else ""
-        print(f"{stage:>5}{len(layers):>8}{busy_s[stage]:>10.4g}{share:>8.1%}{peak:>21}")
+        print(f"{stage:>5}{len(layers):>8}{busy_s[stage]:>10.4g}{share:>8.1%}{peaks[stage]:>21.1f}")
 
 
 def _print_critical_path(what_if: WhatIf, step: SimulatedStep) -> None:
@@ -289,9 +251,6 @@ def _write(arguments: argparse.Namespace, step: SimulatedStep, logged: LoggedSte
         events += measured_events(logged, step.result)
     sources = " and ".join(dict.fromkeys(event.source for event in events))
     title = f"step {step.number} of {arguments.plan.name}, {sources}"
-    for path in (arguments.trace, arguments.png):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     if arguments.trace is not None:
         write_trace(arguments.trace, events, title=title)
         print(f"wrote {arguments.trace} (ui.perfetto.dev)")

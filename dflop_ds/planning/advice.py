@@ -47,15 +47,15 @@ def oversized_rows(workload: Workload, plan: Evaluation, limit_bytes: float) -> 
 def _kept_bytes(
     workload: Workload, layers: tuple[str, ...], features: MicrobatchFeatures, checkpointing: bool
 ) -> FloatArray:
-    model, total = workload.memory_model, np.zeros(len(features))
-    scale = workload.value_bytes / model.value_bytes
+    model, total = workload.model.memory, np.zeros(len(features))
+    scale = workload.model.value_bytes / model.value_bytes
     for kind in dict.fromkeys(layers):
         if not workload.training[kind].has_backward:
             continue
         full = model.activation_bytes(kind, features) * scale
         if checkpointing:
             total = np.maximum(total, full)
-            total = total + layers.count(kind) * model.input_bytes(kind, features, workload.value_bytes)
+            total = total + layers.count(kind) * model.input_bytes(kind, features, workload.model.value_bytes)
         else:
             total = total + layers.count(kind) * full
     return total

@@ -74,11 +74,12 @@ def enumerate_layouts(stages: StageTable, space: SearchSpace) -> Candidates:
                 continue
             rows.append((*row, count))
     if not rows:
+        largest = min(space.max_tensor, workload.hardware.gpus_per_node)
         raise ConfigError(
             f"some layout must use {space.num_gpus} GPUs and divide the batch of {workload.batch_size} "
-            f"samples among its replicas, found none with {space.kinds} layouts, tensor degrees up to "
-            f"{space.max_tensor} and {len(workload.layers)} layers. Change the number of GPUs, or "
-            "train_batch_size, or allow other layouts."
+            f"samples among its replicas, found none that is {' or '.join(space.kinds)} with "
+            f"{_stage_range(space, len(workload.layers))} stages and tensor degrees up to "
+            f"{largest}. Change the number of GPUs, or train_batch_size, or allow other layouts."
         )
     base = np.array(rows, dtype=np.int64)
     options = [(c, z) for c in space.checkpointing for z in space.zero_stages]
@@ -93,9 +94,14 @@ def enumerate_layouts(stages: StageTable, space: SearchSpace) -> Candidates:
     )
 
 
+def _stage_range(space: SearchSpace, num_layers: int) -> str:
+    most = min(space.max_stages or num_layers, num_layers)
+    return f"{space.min_stages} to {most}"
+
+
 def _tensor_degrees(stages: StageTable, space: SearchSpace, name: str) -> list[int]:
     """Tensor degrees that fit into a node and divide the heads of the part."""
-    dims = stages.workload.memory_model.dims
+    dims = stages.workload.model.memory.dims
     heads = []
     if name != "encoder":
         heads += [dims.llm.num_heads, dims.llm.num_kv_heads]

@@ -250,7 +250,7 @@ class Evaluator:
         data = np.array([degrees.data for degrees in per_stage])
         own = counts @ self.stages.trained / tensor
         end = StepEnd(
-            reduce_s=communication.reduce_s(hardware, tensor, data, own * workload.value_bytes),
+            reduce_s=communication.reduce_s(hardware, tensor, data, own * workload.model.value_bytes),
             optimizer_s=communication.optimizer_s(hardware, own, data, np.full(len(data), layout.zero_stage)),
         )
         links = communication.stage_links(hardware, layout)
@@ -261,8 +261,8 @@ class Evaluator:
         workload = self.workload
         result = np.zeros_like(run.forward_s)
         for stage, edge in enumerate(itertools.accumulate(sizes[:-1])):
-            sent = workload.memory_model.input_bytes(
-                workload.layers[edge], run.features, workload.value_bytes
+            sent = workload.model.memory.input_bytes(
+                workload.layers[edge], run.features, workload.model.value_bytes
             )
             result[..., stage] = sent.reshape(result.shape[:3])
         return result

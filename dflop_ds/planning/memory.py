@@ -56,17 +56,17 @@ def stage_memories(
         in_encoder = layout.encoder is not None and index < layout.encoder.pipeline
         degrees = layout.encoder if in_encoder and layout.encoder else layout.llm
         setting = TrainingSetting(
-            workload.value_bytes,
+            workload.model.value_bytes,
             degrees.data,
             layout.zero_stage,
             layout.activation_checkpointing,
-            workload.reduce_bucket_values,
+            workload.model.reduce_bucket_values,
         )
         features = bins.encoder if in_encoder else bins.llm
         if layout.num_microbatches < len(stages) - index:
             features = _largest(features, layout.num_microbatches)
         training = [workload.training[kind] for kind in stages[index]]
-        whole = workload.memory_model.stage(stages, index, features, setting, training)
+        whole = workload.model.memory.stage(stages, index, features, setting, training)
         memories.append(_divided(whole, degrees, layout.activation_checkpointing))
     return memories
 

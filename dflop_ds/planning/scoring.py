@@ -139,7 +139,7 @@ class Scorer:
         parameters = np.stack([weights[at[:2]].T, trained[at[:2]].T]) / tensor
         hardware = self.workload.hardware
         columns.update_s[rows] = communication.reduce_s(
-            hardware, tensor, data, largest * self.workload.value_bytes
+            hardware, tensor, data, largest * self.workload.model.value_bytes
         ) + communication.optimizer_s(hardware, largest, data, zero_stage)
         for target, factor in ((columns.least_bytes, 1.0), (columns.expected_bytes, uneven[rows])):
             target[rows] = self._stage_bytes(
@@ -166,10 +166,10 @@ class Scorer:
         inner = np.where(candidates.checkpointing[rows], 1.0, inner_share(tensor))
         microbatch = kept / (data * count) * inner
         zero_stage = candidates.zero_stage[rows]
-        state = weights[0] * self.workload.value_bytes
+        state = weights[0] * self.workload.model.value_bytes
         state = state + weights[1] * self.workload.state_bytes_per_parameter(data, zero_stage)
         # ZeRO-1 allocates its buffer whole.
-        state = state + np.where(zero_stage == 1, 4.0 * self.workload.reduce_bucket_values, 0.0)
+        state = state + np.where(zero_stage == 1, 4.0 * self.workload.model.reduce_bucket_values, 0.0)
         first = state[0] + np.minimum(behind, count) * microbatch[0]
         last = state[2] + microbatch[2]
         if name != "encoder":
@@ -192,7 +192,7 @@ class Scorer:
         workload = self.workload
         per_kind = {
             kind: float(
-                workload.memory_model.input_bytes(kind, workload.features, workload.value_bytes).sum()
+                workload.model.memory.input_bytes(kind, workload.features, workload.model.value_bytes).sum()
             )
             for kind in workload.kinds
         }

@@ -50,7 +50,7 @@ class StageTable:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.parameters = np.array(
-            [workload.memory_model.parameters[kind] for kind in workload.kinds], dtype=np.float64
+            [workload.model.memory.parameters[kind] for kind in workload.kinds], dtype=np.float64
         )
         shares = [workload.training[kind].trainable_share for kind in workload.kinds]
         self.trained = self.parameters * np.array(shares)
@@ -112,6 +112,6 @@ def split_by_rule(stages: StageTable, num_stages: int, rule: SplitRule) -> tuple
     layers = stages.workload.layers
     if rule == "uniform":
         return tuple(len(part) for part in np.array_split(np.arange(len(layers)), num_stages))
-    counts = stages.workload.memory_model.parameters
+    counts = stages.workload.model.memory.parameters
     edges = balanced_split(layers, [float(counts[kind]) for kind in layers], num_stages)
     return tuple(after - before for before, after in itertools.pairwise(edges))

@@ -12,9 +12,10 @@ import numpy as np
 from dflop_ds.config import BatchSizes, DflopConfig
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
 from dflop_ds.cost.gradients import LayerTraining
-from dflop_ds.cost.memory import MemoryModel, TrainingSetting
-from dflop_ds.cost.model import CostModel, LayerCostModel, SampleCosts
+from dflop_ds.cost.memory import TrainingSetting
+from dflop_ds.cost.model import CostModel, SampleCosts
 from dflop_ds.errors import PlanError
+from dflop_ds.planning.model import ModelCosts
 from dflop_ds.scheduling.plan_log import LoggedStep
 from dflop_ds.scheduling.planner import StepPlanner
 from dflop_ds.shapes import ShapeTable
@@ -22,32 +23,6 @@ from dflop_ds.simulation.step import StepResult, simulate_steps
 from dflop_ds.simulation.work import ModuleWork, Network, StepEnd
 
 Bins = Sequence[Sequence[int]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Model:
-    """What is known of the model that is trained.
-
-    Attributes
-    ----------
-    layers : tuple of str
-        Kind of every layer, in pipeline order.
-    times : LayerCostModel
-    memory : MemoryModel or None
-        None where the profile holds no bytes.
-    setting : TrainingSetting
-    profiled_checkpointing : bool
-        Whether the profiled backward passes contain a second forward pass.
-    training : tuple of LayerTraining or None
-        What is trained of each layer; None: everything.
-    """
-
-    layers: tuple[str, ...]
-    times: LayerCostModel
-    memory: MemoryModel | None
-    setting: TrainingSetting
-    profiled_checkpointing: bool
-    training: tuple[LayerTraining, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +64,8 @@ class WhatIf:
         First layer of every stage, and the number of layers.
     table : ShapeTable
         The training data.
-    model : Model
+    model : ModelCosts
+    setting : TrainingSetting
     network : Network
     end : StepEnd
     """
@@ -102,12 +78,14 @@ class WhatIf:
         *,
         boundaries: Sequence[int],
         table: ShapeTable,
-        model: Model,
+        model: ModelCosts,
+        setting: TrainingSetting,
         network: Network,
         end: StepEnd,
     ) -> None:
         self.num_replicas = num_replicas
-        self.table, self.model, self.network, self.end = table, model, network, end
+        self.table, self.model, self.setting = table, model, setting
+        self.network, self.end = network, end
         self.stages = [model.layers[start:stop] for start, stop in itertools.pairwise(boundaries)]
         self._training: list[tuple[LayerTraining, ...]] | None = None
         if model.training is not None:
@@ -161,22 +139,18 @@ class WhatIf:
         """Simulate one step from its bins."""
         features = MicrobatchFeatures.from_bins(self.table, bins)
         forward_s, backward_s = (self._by_replica(each) for each in self.costs.stage_times(features))
-        again = int(self.model.setting.activation_checkpointing) - int(self.model.profiled_checkpointing)
+        again = int(self.setting.activation_checkpointing) - int(self.model.profiled_checkpointing)
         if again:  # a stage without backward passes recomputes nothing
             backward_s = np.where(backward_s > 0, np.maximum(backward_s + again * forward_s, 0.0), 0.0)
-        memory = self.model.memory
-        sent = None if memory is None else self._by_replica(self._sent_bytes(memory, features))
-        work = ModuleWork(forward_s, backward_s, sent)
+        work = ModuleWork(forward_s, backward_s, self._by_replica(self._sent_bytes(features)))
         return simulate_steps(work, network=self.network, end=self.end)
 
     def memory_bytes(self, bins: Bins) -> FloatArray:
         """Peak bytes of every stage on its fullest replica, weights and optimizer included.
 
-        Shape (num_stages,); zero where the profile holds no bytes.
+        Shape (num_stages,).
         """
         memory, count = self.model.memory, len(bins) // self.num_replicas
-        if memory is None:
-            return np.zeros(len(self.stages))
         replicas = [
             MicrobatchFeatures.from_bins(self.table, bins[start : start + count])
             for start in range(0, len(bins), count)
@@ -184,7 +158,7 @@ class WhatIf:
         training: Sequence[tuple[LayerTraining, ...] | None] = self._training or [None for _ in self.stages]
         total_bytes = [
             [
-                memory.stage(self.stages, index, features, self.model.setting, states).total_bytes
+                memory.stage(self.stages, index, features, self.setting, states).total_bytes
                 for index, states in enumerate(training)
             ]
             for features in replicas
@@ -209,8 +183,8 @@ class WhatIf:
         by_bin = values.reshape(1, self.num_replicas, -1, values.shape[1])
         return np.ascontiguousarray(np.swapaxes(by_bin, 2, 3))
 
-    def _sent_bytes(self, memory: MemoryModel, features: MicrobatchFeatures) -> FloatArray:
+    def _sent_bytes(self, features: MicrobatchFeatures) -> FloatArray:
         """Bytes that enter the next stage; none leave the last one."""
-        size = self.model.setting.value_bytes
-        entering = [memory.input_bytes(stage[0], features, size) for stage in self.stages[1:]]
+        size = self.model.value_bytes
+        entering = [self.model.memory.input_bytes(stage[0], features, size) for stage in self.stages[1:]]
         return np.stack([*entering, np.zeros(len(features))], axis=1)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dflop_ds.cost.features import FloatArray, MicrobatchFeatures
-from dflop_ds.cost.gradients import LayerTraining, backward_factor
-from dflop_ds.cost.layer_model import LayerCostModel
-from dflop_ds.cost.memory import MemoryModel, TrainingSetting, gradient_bytes, optimizer_bytes
+from dflop_ds.cost.gradients import backward_factor
+from dflop_ds.cost.memory import TrainingSetting, gradient_bytes, optimizer_bytes
 from dflop_ds.cost.prior import DIRECTIONS, OVERHEAD
 from dflop_ds.errors import ConfigError
 from dflop_ds.planning.communication import tensor_reduction_s
 from dflop_ds.planning.hardware import Hardware
+from dflop_ds.planning.model import ModelCosts
 from dflop_ds.shapes import ShapeTable
 
 IntArray = npt.NDArray[np.int64]
@@ -48,29 +47,12 @@ class Workload:
 
     Parameters
     ----------
-    layers : sequence of str
-        Kind of every layer, in pipeline order.
+    model : ModelCosts
     table : ShapeTable
         The user's samples.
     batch_size : int
         Samples of one optimizer step over all replicas.
-    layer_model : LayerCostModel
-        Of one GPU.
-    tensor_models : mapping of int to LayerCostModel, optional
-        Measured shares of a layer, by tensor-parallel degree; other degrees are derived.
-    memory_model : MemoryModel
     hardware : Hardware
-    value_bytes : int
-        2 for bf16, 4 for fp32.
-    reduce_bucket_values : int
-        DeepSpeed's ``zero_optimization.reduce_bucket_size``, which ZeRO-1 allocates in fp32.
-    checkpointed_profile : bool
-        Whether the backward times of `layer_model` include a second forward.
-    measured : bool
-        Whether `layer_model` was fitted to measurements.
-    training : sequence of LayerTraining, optional
-        What is trained of each layer; by default everything. Layers of one kind count alike, with the mean
-        share of trained parameters.
     num_batches : int
         Global batches that are drawn; 0: about 4,096 samples in all, in 2 to 8 batches.
     seed : int
@@ -83,19 +65,11 @@ class Workload:
 
     def __init__(
         self,
-        layers: Sequence[str],
+        model: ModelCosts,
         table: ShapeTable,
         batch_size: int,
         *,
-        layer_model: LayerCostModel,
-        tensor_models: Mapping[int, LayerCostModel] | None = None,
-        memory_model: MemoryModel,
         hardware: Hardware,
-        value_bytes: int = 2,
-        reduce_bucket_values: int = 500_000_000,
-        checkpointed_profile: bool = False,
-        measured: bool = True,
-        training: Sequence[LayerTraining] | None = None,
         num_batches: int = 0,
         seed: int = 0,
     ) -> None:
@@ -104,35 +78,10 @@ class Workload:
                 f"planning needs samples and a batch size of at least 1, found {len(table)} samples, "
                 f"batch_size {batch_size} and num_batches {num_batches}. Correct them."
             )
-        self._remake = functools.partial(
-            Workload,
-            layers,
-            batch_size=batch_size,
-            layer_model=layer_model,
-            tensor_models=tensor_models,
-            memory_model=memory_model,
-            hardware=hardware,
-            value_bytes=value_bytes,
-            reduce_bucket_values=reduce_bucket_values,
-            checkpointed_profile=checkpointed_profile,
-            measured=measured,
-            training=training,
-            num_batches=num_batches,
-            seed=seed,
-        )
-        self.layers = tuple(layers)
-        self.kinds = tuple(dict.fromkeys(layers))
-        self.table = table
-        self.batch_size = batch_size
-        self.layer_model = layer_model
-        self.tensor_models = dict(tensor_models or {})
-        self.memory_model = memory_model
-        self.hardware = hardware
-        self.value_bytes = value_bytes
-        self.reduce_bucket_values = reduce_bucket_values
-        self.checkpointed_profile = checkpointed_profile
-        self.measured = measured
-        self.training = _by_kind(self.layers, training)
+        self.model, self.table, self.batch_size, self.hardware = model, table, batch_size, hardware
+        self.layers, self.kinds = model.layers, model.kinds
+        self.training = model.training_by_kind()
+        self._seed = seed
         rng = np.random.default_rng(seed)
         num_batches = num_batches or min(8, max(2, _DRAWN_SAMPLES // batch_size))
         # A batch holds every sample once; only a data set smaller than a batch repeats samples.
@@ -155,12 +104,19 @@ class Workload:
 
     def with_rows(self, rows: IntArray) -> Workload:
         """The same problem with some of the samples only."""
-        return self._remake(table=self.table.take(rows))
+        return Workload(
+            self.model,
+            self.table.take(rows),
+            self.batch_size,
+            hardware=self.hardware,
+            num_batches=self.num_batches,
+            seed=self._seed,
+        )
 
     def state_bytes_per_parameter(self, data: IntArray, zero_stage: IntArray) -> FloatArray:
         """Bytes of gradient and optimizer state of a trained parameter, as the memory model counts them."""
         pairs, inverse = np.unique(2 * data + zero_stage, return_inverse=True)
-        settings = [TrainingSetting(self.value_bytes, pair // 2, pair % 2) for pair in pairs.tolist()]
+        settings = [TrainingSetting(self.model.value_bytes, pair // 2, pair % 2) for pair in pairs.tolist()]
         each = [gradient_bytes(one) + optimizer_bytes(one) for one in settings]
         return np.array(each, dtype=np.float64)[inverse]
 
@@ -169,23 +125,23 @@ class Workload:
 
         Mean over the batches, of the batch taken as one microbatch: no bins keep less in their sum.
         """
-        model, whole = self.memory_model, self._mean_batch
-        scale = self.value_bytes / model.value_bytes
+        memory, whole = self.model.memory, self._mean_batch
+        scale = self.model.value_bytes / memory.value_bytes
 
         def kept(kind: str) -> float:
             if not self.training[kind].has_backward:
                 return 0.0
             if checkpointing:
-                return float(model.input_bytes(kind, whole, self.value_bytes)[0])
-            return float(model.activation_bytes(kind, whole)[0] * scale)
+                return float(memory.input_bytes(kind, whole, self.model.value_bytes)[0])
+            return float(memory.activation_bytes(kind, whole)[0] * scale)
 
         return np.array([kept(kind) for kind in self.kinds])
 
     @functools.cached_property
     def logits_bytes(self) -> float:
         """Bytes of the logits of a whole batch with all their copies, mean over the batches."""
-        setting = TrainingSetting(self.value_bytes)
-        return self.memory_model.stage([["head"]], 0, self._mean_batch, setting).logits_bytes
+        setting = TrainingSetting(self.model.value_bytes)
+        return self.model.memory.stage([["head"]], 0, self._mean_batch, setting).logits_bytes
 
     @functools.cached_property
     def _mean_batch(self) -> MicrobatchFeatures:
@@ -248,41 +204,30 @@ class Workload:
         self, kind: str, forward_s: FloatArray, backward_s: FloatArray, checkpointing: bool
     ) -> FloatArray:
         """Backward times of what is trained, with or without a second forward, whichever the profile has."""
-        if checkpointing != self.checkpointed_profile:
+        if checkpointing != self.model.profiled_checkpointing:
             backward_s = np.maximum(backward_s + (forward_s if checkpointing else -forward_s), 0.0)
-        state, dims = self.training[kind], self.memory_model.dims
+        state, dims = self.training[kind], self.model.memory.dims
         return backward_s * float(backward_factor(kind, self._mean_batch, dims, state, checkpointing)[0])
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - as above
     def _work(self, kind: str, tensor: int) -> _Work:
         """What one layer of a kind costs the samples on each of `tensor` ranks."""
-        measured = self.tensor_models.get(tensor)
-        model = self.layer_model if measured is None else measured
-        overhead_s = np.array([model.priors_[kind, name].coefficients_[OVERHEAD] for name in DIRECTIONS])
+        measured = self.model.tensor_times.get(tensor)
+        times = self.model.times if measured is None else measured
+        overhead_s = np.array([times.priors_[kind, name].coefficients_[OVERHEAD] for name in DIRECTIONS])
         works = self.features.work_mask(kind)
         spread = max(1.0, self.batch_size**0.5)
-        times_s = np.stack(model.predict_marginal(kind, self.features, spread))
+        times_s = np.stack(times.predict_marginal(kind, self.features, spread))
         work_s = np.maximum(times_s - (overhead_s / _sharing(float(works.mean()), spread))[:, None], 0.0)
         if measured is None and tensor > 1:
             work_s = work_s / tensor
             if kind in _REDUCED_KINDS:
                 latency_s = float(tensor_reduction_s(self.hardware, tensor, 0.0))
-                size = self.memory_model.input_bytes(kind, self.features, self.value_bytes)
+                size = self.model.memory.input_bytes(kind, self.features, self.model.value_bytes)
                 reduction_s = tensor_reduction_s(self.hardware, tensor, size) - latency_s
                 work_s = work_s + TENSOR_REDUCTIONS * reduction_s
                 overhead_s = overhead_s + TENSOR_REDUCTIONS * (self.hardware.collective_latency_s + latency_s)
         return _Work(work_s, overhead_s, works)
-
-
-def _by_kind(layers: Sequence[str], training: Sequence[LayerTraining] | None) -> dict[str, LayerTraining]:
-    """State of a layer of each kind."""
-    states = [LayerTraining()] * len(layers) if training is None else training
-    found = {}
-    for kind in dict.fromkeys(layers):
-        own = [state for layer, state in zip(layers, states, strict=True) if layer == kind]
-        share = sum(state.trainable_share for state in own) / len(own)
-        found[kind] = LayerTraining(share, any(state.trainable_below for state in own))
-    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

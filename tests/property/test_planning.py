@@ -48,7 +48,7 @@ def test_bounds_hold_for_every_layout(seed, num_gpus, batch_size, data):
     bins=st.integers(1, 24),
 )
 def test_totals_are_sums_of_sample_costs(seed, tensor, checkpointing, profile, bins):
-    workload = small_workload(mixed_table(60, seed), 24, seed=seed, checkpointed_profile=profile)
+    workload = small_workload(mixed_table(60, seed), 24, seed=seed, profiled_checkpointing=profile)
     costs = workload.layer_costs(tensor, checkpointing, bins)
     totals = workload.layer_totals(np.array([tensor]), checkpointing, np.array([bins]))[0]
     summed = (costs.forward_s + costs.backward_s).sum(axis=2).mean(axis=1)

@@ -9,6 +9,7 @@ import numpy as np
 from dflop_ds.flops import LlmDims, ModelDims, VisionDims
 from dflop_ds.planning.analytic import analytic_layer_model, analytic_memory_model, model_layers
 from dflop_ds.planning.hardware import PRESETS, Hardware
+from dflop_ds.planning.model import ModelCosts
 from dflop_ds.planning.workload import Workload
 from dflop_ds.shapes import SampleShape, ShapeTable
 
@@ -40,17 +41,18 @@ def small_workload(
     *,
     hardware: Hardware | None = None,
     dims: ModelDims = DIMS,
+    num_batches: int = 2,
+    seed: int = 0,
     **options: Any,
 ) -> Workload:
-    """A workload with analytic times."""
+    """A workload with analytic times; `options` are fields of the model."""
     hardware = hardware or PRESETS["a100-80g"]
-    return Workload(
-        model_layers(dims),
-        mixed_table(64) if table is None else table,
-        batch_size,
-        layer_model=analytic_layer_model(dims, hardware, "bfloat16"),
-        memory_model=analytic_memory_model(dims, 2),
-        hardware=hardware,
+    model = ModelCosts(
+        tuple(model_layers(dims)),
+        times=analytic_layer_model(dims, hardware, "bfloat16"),
+        memory=analytic_memory_model(dims, 2),
         measured=False,
-        **{"num_batches": 2, **options},
+        **options,
     )
+    table = mixed_table(64) if table is None else table
+    return Workload(model, table, batch_size, hardware=hardware, num_batches=num_batches, seed=seed)

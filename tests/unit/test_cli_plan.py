@@ -98,6 +98,19 @@ def test_what_is_missing_is_said(files: Path, capsys: pytest.CaptureFixture[str]
         assert part in printed
 
 
+def test_what_cannot_be_written_is_found_before_the_search(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out in (files, files / "ds.json" / "plan.json"):
+        assert plan(files, "--gpus", "4", "--out", str(out)) == 2
+        printed = capsys.readouterr()
+        assert f"--out must be a file that can be written, found {out}" in printed.err
+        assert not printed.out
+    new = files / "new" / "plan.json"
+    assert plan(files, "--gpus", "1", "--gpu-memory-gb", "0.002", "--out", str(new)) == 1
+    assert not new.exists()
+
+
 def test_wrong_arguments_are_explained(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(files, "--gpus", "4", "--hardware", "tpu") == 2
     assert "a100-80g" in capsys.readouterr().err

@@ -163,9 +163,17 @@ def test_a_profile_of_shared_layers_is_refused_and_another_type_is_noted(files, 
             assert "layer times are of bfloat16, the configuration trains in float32" in printed.out
 
 
-def test_steps_must_be_positive(files, capsys) -> None:
+def test_wrong_arguments_are_named_before_the_work(files, capsys) -> None:
     assert main([*_arguments(files), "--trace-step", "2"]) == 2
-    assert "--trace-step below it" in capsys.readouterr().err
+    assert "--trace-step must be below --steps, found 2 and 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*_arguments(files), "--steps", "0"])
+    assert "argument --steps: must be a whole number of at least 1" in capsys.readouterr().err
+    for option in ("--trace", "--png"):
+        assert main([*_arguments(files), option, str(files / "plan.json" / "out")]) == 2
+        printed = capsys.readouterr()
+        assert f"{option} must be a file that can be written" in printed.err
+        assert not printed.out
 
 
 def test_frozen_parts_have_less_to_do(files, tiny_demo, capsys) -> None:

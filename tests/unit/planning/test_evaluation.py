@@ -30,7 +30,7 @@ def uniform(tensor, pipeline, data, count, checkpointing=False, zero=0):
 
 def layer_seconds(workload):
     """Forward and backward seconds of one sample in every layer, from the cost model itself."""
-    model, features = workload.layer_model, workload.features
+    model, features = workload.model.times, workload.features
     times = {kind: model.predict(kind, features) for kind in workload.kinds}
     return np.array([[times[kind][0][0], times[kind][1][0]] for kind in workload.layers])
 
@@ -62,7 +62,7 @@ def test_checkpointing_adds_a_second_forward():
 
 
 def test_a_profile_with_checkpointing_says_the_same_of_both():
-    workload = small_workload(equal_table(32), 8, hardware=IDEAL, checkpointed_profile=True)
+    workload = small_workload(equal_table(32), 8, hardware=IDEAL, profiled_checkpointing=True)
     evaluator = Evaluator(StageTable(workload))
     without, with_it = (evaluator.evaluate(uniform(1, 1, 1, 4, c)).step_s for c in (False, True))
     seconds = layer_seconds(workload)
@@ -85,7 +85,7 @@ def test_reduction_follows_the_ring():
     workload = small_workload(equal_table(32), 8, hardware=hardware)
     evaluator = Evaluator(StageTable(workload))
     found = evaluator.evaluate(uniform(1, 1, 4, 2))
-    counts = workload.memory_model.parameters
+    counts = workload.model.memory.parameters
     parameters = sum(counts[kind] for kind in workload.layers)
     assert found.end_s == pytest.approx(2 * 3 / 4 * parameters * 2 / 1e9)
 
@@ -134,7 +134,7 @@ def test_a_measured_tensor_degree_is_taken_as_it_is():
         update={"peak_flops_per_s": {"bfloat16": 156e12, "float32": 1e12}, "memory_bytes_per_s": 5e29}
     )
     measured = small_workload(
-        equal_table(32), 8, hardware=IDEAL, tensor_models={2: analytic_layer_model(DIMS, slow, "bfloat16")}
+        equal_table(32), 8, hardware=IDEAL, tensor_times={2: analytic_layer_model(DIMS, slow, "bfloat16")}
     )
     one = Evaluator(StageTable(workload)).evaluate(uniform(1, 1, 1, 4)).step_s
     assert Evaluator(StageTable(measured)).evaluate(uniform(1, 1, 1, 4)).step_s == pytest.approx(one)

@@ -70,7 +70,7 @@ def test_splits_by_rule():
     stages = StageTable(small_workload())
     assert split_by_rule(stages, 2, "uniform") == (6, 6)
     sizes = split_by_rule(stages, 2, "parameters")
-    counts = [stages.workload.memory_model.parameters[kind] for kind in stages.workload.layers]
+    counts = [stages.workload.model.memory.parameters[kind] for kind in stages.workload.layers]
     largest = [max(sum(counts[:cut]), sum(counts[cut:])) for cut in range(1, 12)]
     assert max(sum(counts[: sizes[0]]), sum(counts[sizes[0] :])) == min(largest)
 
