@@ -116,6 +116,10 @@ def check_columns(dataset: Any) -> None:
     DataError
     """
     names = dataset.column_names
+    if isinstance(names, dict):
+        raise DataError(
+            f"training data must be one data set, found the splits {sorted(names)}; pass or save one of them."
+        )
     if names is not None and "conversations" not in names:
         raise DataError(
             f'a data set must have a column "conversations" as in LLaVA\'s format, found {names}; map it.'

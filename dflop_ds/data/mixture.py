@@ -29,7 +29,7 @@ MAX_WEIGHT = 10_000.0
 """Repeats are held in memory one by one."""
 
 _MEDIA_KEYS = ("image", "video", "audio")
-_RULE = re.compile(r"(?P<draw>first|random):(?P<number>\d+(\.\d+)?)(?P<percent>%?)")
+_RULE = re.compile(r"(?P<draw>first|end|random):(?P<number>\d+(\.\d+)?)(?P<percent>%?)")
 
 
 class MixtureSource(Block):
@@ -37,7 +37,8 @@ class MixtureSource(Block):
 
     json_path: NonEmptyStr = Field(description="JSON or JSONL file, relative to the mixture file.")
     sampling_strategy: NonEmptyStr = Field(
-        default="all", description="all, first:N, first:P%, random:N or random:P%; a percentage rounds up."
+        default="all",
+        description="all, or first:N, end:N, random:N; N may be a percentage such as 25%, which rounds up.",
     )
     weight: float = Field(
         default=1.0,
@@ -59,7 +60,7 @@ class SamplingRule:
 
     Attributes
     ----------
-    draw : {"all", "first", "random"}
+    draw : {"all", "first", "end", "random"}
     amount : Fraction
         Number of records, or percent of the file.
     is_percent : bool
@@ -71,7 +72,7 @@ class SamplingRule:
 
     @classmethod
     def parse(cls, text: str) -> SamplingRule:
-        """Read ``all``, ``first:N``, ``first:P%``, ``random:N`` or ``random:P%``.
+        """Read ``all``, or ``first``, ``end`` or ``random`` with ``:N`` or ``:P%``.
 
         Raises
         ------
@@ -85,7 +86,7 @@ class SamplingRule:
         is_percent = bool(found and found["percent"])
         if not found or (amount > 100 if is_percent else amount.denominator != 1):
             raise DataError(
-                "a sampling strategy must be all, first:N, first:P%, random:N or random:P% with a whole "
+                "a sampling strategy must be all, first:N, end:N, random:N, or P% instead of N, with a whole "
                 f"number N and a P of at most 100, found {text!r}; correct it (repeat records by weight)."
             )
         return cls(found["draw"], amount, is_percent)
@@ -96,8 +97,9 @@ class SamplingRule:
             return np.arange(num_records, dtype=np.int64)
         exact = self.amount * num_records / 100 if self.is_percent else self.amount
         wanted = min(math.ceil(exact), num_records)
-        if self.draw == "first":
-            return np.arange(wanted, dtype=np.int64)
+        if self.draw != "random":
+            start = 0 if self.draw == "first" else num_records - wanted
+            return np.arange(start, start + wanted, dtype=np.int64)
         return np.sort(rng.choice(num_records, size=wanted, replace=False)).astype(np.int64)
 
 

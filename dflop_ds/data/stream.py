@@ -161,7 +161,10 @@ class StreamRecords:
             record = next(self._iterator)
         except StopIteration:
             if self._offset == 0:
-                raise DataError("a stream must hold records, found none; check its source.") from None
+                raise DataError(
+                    f"a stream must hold records in every pass, found none in pass {self._pass + 1}; "
+                    "check its source (a generator can be read once only)."
+                ) from None
             self._pass, self._offset = self._pass + 1, 0
             self._begin_pass()
             return None

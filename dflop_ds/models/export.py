@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
 _COPIED = frozenset({".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md"})
+_TEMPLATES = "additional_chat_templates"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -178,6 +179,8 @@ class HuggingFaceWriter:
         for path in sorted(self.source.iterdir()):
             if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, self.directory / path.name)
+        if (self.source / _TEMPLATES).is_dir():
+            shutil.copytree(self.source / _TEMPLATES, self.directory / _TEMPLATES)
         config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
         _set_dtype(config, str(self.dtype).removeprefix("torch."))
         config.setdefault("dtype", str(self.dtype).removeprefix("torch."))

@@ -171,6 +171,9 @@ def test_damaged_bytes_name_the_sample(tiny_demo: DemoPaths) -> None:
 def test_unusable_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"column .conversations.*'text'"):
         HubRecords(datasets.Dataset.from_list([{"text": "a"}]))
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"conversations": []}])})
+    with pytest.raises(DataError, match=r"found the splits \['train'\]; pass or save one"):
+        as_records(splits)
     with pytest.raises(ConfigError, match="found int"):
         as_records(3)
     (tmp_path / "empty").mkdir()

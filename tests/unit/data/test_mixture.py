@@ -44,6 +44,12 @@ def test_first_takes_the_beginning_and_rounds_percent_up(files: Path, rule: str,
     assert mixed(files, a(rule), {"json_path": "b.jsonl"}) == expected
 
 
+@pytest.mark.parametrize(("rule", "count"), [("end:3", 3), ("end:25%", 3), ("end:99", 10), ("end:0", 0)])
+def test_end_takes_the_last_records_in_their_order(files: Path, rule: str, count: int) -> None:
+    expected = [f"a{i}" for i in range(10 - count, 10)] + [f"b{i}" for i in range(7)]
+    assert mixed(files, a(rule), {"json_path": "b.jsonl"}) == expected
+
+
 @pytest.mark.parametrize(("rule", "count"), [("random:4", 4), ("random:31%", 4), ("random:99", 10)])
 def test_random_draws_without_repeats_by_the_seed_alone(files: Path, rule: str, count: int) -> None:
     drawn = [mixed(files, a(rule), seed=seed) for seed in range(12)]

@@ -82,8 +82,10 @@ def test_a_shorter_stream_is_refused() -> None:
     records.record(3)
     with pytest.raises(DataError, match="must hold the 4 records"):
         StreamRecords(Plain(2)).restore(records.state())
-    with pytest.raises(DataError, match="must hold records"):
+    with pytest.raises(DataError, match="must hold records in every pass, found none in pass 1"):
         StreamRecords(Plain(0)).record(0)
+    with pytest.raises(DataError, match=r"found none in pass 2.*a generator can be read once only"):
+        StreamRecords({"id": str(n)} for n in range(3)).record(3)
     with pytest.raises(DataError, match="conversations"):
         StreamRecords(datasets.Dataset.from_list([{"text": "a"}]).to_iterable_dataset())
 

@@ -155,3 +155,19 @@ def test_weights_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
     name = "model.language_model.layers.0.mlp.up_proj.lora_A.weight"
     with pytest.raises(ModelError, match=r"lora_A\.weight\. Export adapters in their own format"):
         HuggingFaceWriter(tmp_path, tmp_path, config, [{name: (2, 2)}], torch.float32)
+
+
+def test_everything_but_weights_is_copied(tmp_path: Path) -> None:
+    """What belongs to tokenizer, processor and generation, chat templates in their folder too."""
+    config, source, out = make_config(tied=False), tmp_path / "source", tmp_path / "out"
+    config.save_pretrained(source)
+    (source / "additional_chat_templates").mkdir()
+    kept = ["generation_config.json", "merges.txt", "chat_template.jinja"]
+    kept.append("additional_chat_templates/tool.jinja")
+    for name in [*kept, "pytorch_model.bin", "optimizer.pt"]:
+        (source / name).write_text(name)
+    export(source, out, config, trained_stages(config), torch.float32, max_bytes=10**9)
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    own = {"config.json", "model.safetensors.index.json"}
+    assert {name for name in files if not name.endswith(".safetensors")} == {*kept, *own}
+    assert all((out / name).read_text() == name for name in kept)
