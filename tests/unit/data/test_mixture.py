@@ -127,9 +127,8 @@ def test_the_data_set_reads_a_mixture(tiny_demo: DemoPaths, tmp_path: Path) -> N
     path = tmp_path / "mixture.json"
     path.write_text(json.dumps({"datasets": [entry]}))
     mixture = from_pretrained_dir(tiny_demo.model_dir, path, media_root=tmp_path, seed=3)
-    same = from_pretrained_dir(tiny_demo.model_dir, path, media_root=tmp_path, seed=3)
     other = from_pretrained_dir(tiny_demo.model_dir, path, media_root=tmp_path, seed=4)
-    assert mixture.fingerprint() == same.fingerprint() != other.fingerprint()
+    assert {mixture.sample_id(i) for i in range(8)} != {other.sample_id(i) for i in range(8)}
     by_id = {plain.sample_id(i): i for i in range(len(plain))}
     assert len(mixture) == 8
     for index in range(8):
