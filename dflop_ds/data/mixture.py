@@ -50,7 +50,7 @@ class MixtureSource(Block):
     media_root: NonEmptyStr | None = Field(
         default=None,
         description="Folder that media paths of this file are relative to, itself relative to the mixture "
-        "file. null: that of the data set.",
+        "file. null: dflop.data.media_root, or else the folder of the mixture file.",
     )
 
 
@@ -142,7 +142,9 @@ class Mixture:
         self._sources = read_sources(path, content)
         self._seed = seed
         self._files = [open_file(path.parent / source.json_path) for source in self._sources]
-        self._roots = [source.media_root and path.parent / source.media_root for source in self._sources]
+        # Absolute, since the reader of media puts the folder of the data set before relative paths.
+        folder = path.parent.absolute()
+        self._roots = [source.media_root and folder / source.media_root for source in self._sources]
         chosen = [self._draw(number) for number in range(len(self._sources))]
         for source, file, positions in zip(self._sources, self._files, chosen, strict=True):
             logger.info("%s: %d samples of %d records", source.json_path, len(positions), len(file))

@@ -93,6 +93,16 @@ def test_media_of_a_source_start_at_its_own_folder(files: Path) -> None:
     assert images == [str(files / "photos" / "x.png"), "x.png", "/abs/x.png"]
 
 
+def test_a_relative_mixture_finds_media_in_the_folder_of_its_source(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (files / "mixture.json").write_text(json.dumps({"datasets": [a("first:1", media_root="photos")]}))
+    monkeypatch.chdir(files.parent)
+    path = Path(files.name) / "mixture.json"
+    image = open_records(path)[0]["image"]
+    assert path.parent / image == files / "photos" / "x.png"  # joined as the reader of media does
+
+
 def test_every_problem_is_named_at_once(files: Path) -> None:
     with pytest.raises(DataError) as caught:
         mixed(files, a("first:-1"), {"json_pth": "a.json"}, a("random:101%"), a("first:2.5"), a(weight=0.0))
