@@ -26,11 +26,10 @@ from dflop_ds.flops.model import (
     vision_block_flops,
     vision_embed_flops,
 )
-from dflop_ds.flops.rules import BACKWARD_RATIO, BYTES_PER_VALUE, attention_flops, copy_bytes, matmul_flops
+from dflop_ds.flops.rules import BACKWARD_RATIO, attention_flops, copy_bytes, matmul_flops
 
 __all__ = [
     "BACKWARD_RATIO",
-    "BYTES_PER_VALUE",
     "IMAGE_CHANNELS",
     "AudioDims",
     "EncoderDims",

@@ -16,7 +16,7 @@ Count = TypeVar("Count", float, npt.NDArray[np.float64])
 BACKWARD_RATIO = 2.0
 """Backward over forward: one product for the input gradient and one for the weight gradient."""
 
-BYTES_PER_VALUE = 2.0
+_BYTES_PER_VALUE = 2.0
 """Bytes of a bfloat16 or float16 value."""
 
 
@@ -53,10 +53,10 @@ def attention_flops(sum_squared_tokens: Count, width: int, *, causal: bool) -> C
     return (2.0 if causal else 4.0) * width * sum_squared_tokens
 
 
-def copy_bytes(num_tokens: Count, hidden: int, bytes_per_value: float = BYTES_PER_VALUE) -> Count:
-    """Bytes moved by a layer that reads and writes each hidden state once.
+def copy_bytes(num_tokens: Count, hidden: int) -> Count:
+    """Bytes moved by a layer that reads and writes each hidden state once, in 16 bits.
 
     This is the traffic of an embedding look-up, of a norm, of writing media features into the
     sequence and of selecting the supervised positions.
     """
-    return 2.0 * hidden * bytes_per_value * num_tokens
+    return 2.0 * hidden * _BYTES_PER_VALUE * num_tokens

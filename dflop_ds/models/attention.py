@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from dflop_ds.errors import ConfigError
-
-AttentionBackend = Literal["segments", "varlen"]
 
 SEGMENTS_NAME = "dflop_segments"
 VARLEN_NAME = "dflop_varlen"

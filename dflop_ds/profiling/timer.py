@@ -23,8 +23,8 @@ _MAD_TO_SIGMA = 1.4826
 _MEDIAN_TO_MEAN_ERROR = 1.2533
 
 
-def median_is_known(times_s: Sequence[float], precision: float = _PRECISION) -> bool:
-    """Whether the standard error of the median is at most `precision` of it.
+def median_is_known(times_s: Sequence[float]) -> bool:
+    """Whether the standard error of the median is at most 3 % of it.
 
     The error is estimated from the median absolute deviation, which a few disturbed repeats do not move.
     """
@@ -32,7 +32,7 @@ def median_is_known(times_s: Sequence[float], precision: float = _PRECISION) -> 
         return False
     median_s = statistics.median(times_s)
     sigma_s = _MAD_TO_SIGMA * statistics.median(abs(value - median_s) for value in times_s)
-    return _MEDIAN_TO_MEAN_ERROR * sigma_s <= precision * median_s * len(times_s) ** 0.5
+    return _MEDIAN_TO_MEAN_ERROR * sigma_s <= _PRECISION * median_s * len(times_s) ** 0.5
 
 
 @dataclasses.dataclass

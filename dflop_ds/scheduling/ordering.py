@@ -28,7 +28,6 @@ class _Bins:
 
     forward_s: FloatArray
     backward_s: FloatArray
-    send_s: float
 
     @property
     def total_s(self) -> FloatArray:
@@ -40,7 +39,7 @@ class _Bins:
         forward_s, backward_s = (
             np.swapaxes(times[flat], 1, 2) for times in (self.forward_s, self.backward_s)
         )
-        return makespans_1f1b(forward_s, backward_s, send_s=self.send_s).reshape(orders.shape[:-1])
+        return makespans_1f1b(forward_s, backward_s).reshape(orders.shape[:-1])
 
 
 def order_bins(
@@ -50,7 +49,6 @@ def order_bins(
     backward_s: npt.ArrayLike,
     num_replicas: int,
     num_microbatches: int,
-    send_s: float = 0.0,
     max_rounds: int = MAX_ROUNDS,
 ) -> Assignment:
     """Choose the replica and position of every bin for the shortest simulated step.
@@ -66,8 +64,6 @@ def order_bins(
     forward_s, backward_s : array_like, shape (num_samples, num_stages)
         Predicted seconds of each sample in each pipeline stage.
     num_replicas, num_microbatches : int
-    send_s : float
-        Seconds from one stage to the next.
     max_rounds : int
         Most rounds of swaps.
 
@@ -88,7 +84,7 @@ def order_bins(
             f"an assignment must have num_replicas * num_microbatches = {num_bins} bins, "
             f"found {len(assignment.bins)}. Give the counts of the problem that was solved."
         )
-    bins = _Bins(_bin_times_s(assignment, forward_s), _bin_times_s(assignment, backward_s), send_s)
+    bins = _Bins(_bin_times_s(assignment, forward_s), _bin_times_s(assignment, backward_s))
     given = np.arange(num_bins).reshape(num_replicas, num_microbatches)
     original_s = float(bins.makespans_s(given).max())
     starts = [_best_candidates(bins, replicas) for replicas in (given, _even_replicas(bins, given.shape))]
@@ -117,7 +113,7 @@ def step_makespan_s(
     replica_speeds : array_like, shape (num_replicas,)
         Times of a replica are divided by its speed. Empty: all 1.
     """
-    bins = _Bins(_bin_times_s(assignment, forward_s), _bin_times_s(assignment, backward_s), 0.0)
+    bins = _Bins(_bin_times_s(assignment, forward_s), _bin_times_s(assignment, backward_s))
     orders = np.arange(num_replicas * num_microbatches).reshape(num_replicas, num_microbatches)
     makespans_s = bins.makespans_s(orders)
     speeds = np.asarray(replica_speeds, dtype=np.float64)

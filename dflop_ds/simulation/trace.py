@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from dflop_ds.errors import SchedulingError
-from dflop_ds.simulation.pipeline import PipelineResult
 from dflop_ds.simulation.step import StepResult
 
 SCHEMA_VERSION = 1
@@ -45,21 +44,6 @@ class TraceEvent:
     duration_s: float
     args: Mapping[str, str | int | float | bool | None] = dataclasses.field(default_factory=dict)
     source: str = ""
-
-
-def pipeline_events(result: PipelineResult, *, replica: int = 0) -> list[TraceEvent]:
-    """Events of one simulated pipeline, by stage, then forwards before backwards."""
-    events = []
-    for stage in range(len(result.busy_s)):
-        for name, start_s, end_s in (
-            ("forward", result.forward_start_s[stage], result.forward_end_s[stage]),
-            ("backward", result.backward_start_s[stage], result.backward_end_s[stage]),
-        ):
-            events += [
-                TraceEvent(f"{name} {index}", stage, replica, index, float(start), float(end - start))
-                for index, (start, end) in enumerate(zip(start_s, end_s, strict=True))
-            ]
-    return events
 
 
 def step_events(result: StepResult, *, case: int = 0, source: str = "predicted") -> list[TraceEvent]:

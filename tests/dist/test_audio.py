@@ -10,8 +10,8 @@ import torch
 from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.data.demo_audio import build_audio_demo
 from dflop_ds.scheduling.order import EpochOrder
-from tests.conftest import TINY_DIMS
 from tests.support.ranks import run_ranks
+from tests.support.tiny import TINY_DIMS
 from tests.support.training import demo_paths, ds_config, reference_loss, reference_model
 
 pytestmark = pytest.mark.dist

@@ -110,7 +110,7 @@ def test_decoder():
 def test_head_and_bytes():
     assert flops.head_flops(LLM, 7.0) == 2 * 8 * 100 * 7
     assert flops.copy_bytes(7.0, 8) == 7 * 8 * 2 * 2
-    np.testing.assert_array_equal(flops.copy_bytes(np.array([1.0, 2.0]), 8, 4.0), [64, 128])
+    np.testing.assert_array_equal(flops.copy_bytes(np.array([1.0, 2.0]), 8), [32, 64])
 
 
 def test_seven_billion_parameters_cost_two_flops_each():

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from dflop_ds.errors import SchedulingError
-from dflop_ds.simulation.pipeline import simulate_1f1b
-from dflop_ds.simulation.trace import SCHEMA_VERSION, TraceEvent, pipeline_events, write_trace
+from dflop_ds.simulation.step import simulate_steps
+from dflop_ds.simulation.trace import SCHEMA_VERSION, TraceEvent, step_events, write_trace
+from dflop_ds.simulation.work import ModuleWork
 
 
 def test_a_trace_names_replicas_and_stages(tmp_path):
@@ -37,13 +38,14 @@ def test_a_trace_names_replicas_and_stages(tmp_path):
     assert names["thread_name", 0, 1] == "stage 1"
 
 
-def test_a_simulated_pipeline_becomes_bars():
-    result = simulate_1f1b(np.ones((2, 3)), np.full((2, 3), 2.0))
-    events = pipeline_events(result, replica=1)
-    assert len(events) == 12
-    assert sum(event.duration_s for event in events) == pytest.approx(float(result.busy_s.sum()))
-    assert max(event.start_s + event.duration_s for event in events) == pytest.approx(result.makespan_s)
-    assert {(event.replica, event.stage) for event in events} == {(1, 0), (1, 1)}
+def test_a_simulated_step_becomes_bars():
+    # 2 replicas x 2 stages x 3 microbatches of 1 s forward and 2 s backward: (3 + 1) x 3 s.
+    shape = (1, 2, 2, 3)
+    events = step_events(simulate_steps(ModuleWork(np.ones(shape), np.full(shape, 2.0))))
+    assert len(events) == 24
+    assert sum(event.duration_s for event in events) == pytest.approx(36.0)
+    assert max(event.start_s + event.duration_s for event in events) == pytest.approx(12.0)
+    assert {(event.replica, event.stage) for event in events} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 @pytest.mark.parametrize(
