@@ -1,12 +1,15 @@
-"""Which stage boundaries are accepted."""
+"""Which stage boundaries are accepted, and which stages pass gradients on."""
 
 from __future__ import annotations
+
+import types
 
 import numpy as np
 import pytest
 
+from dflop_ds.cost.gradients import LayerTraining
 from dflop_ds.errors import ConfigError
-from dflop_ds.runtime.module import check_boundaries
+from dflop_ds.runtime.module import DflopPipelineModule, check_boundaries
 
 
 @pytest.mark.parametrize(
@@ -45,3 +48,11 @@ def test_other_boundaries_are_refused(boundaries: list[int]) -> None:
     with pytest.raises(ConfigError, match="must be 3 rising layer indices from 0 to 5") as caught:
         check_boundaries(boundaries, 5, 2)
     assert f"found {boundaries}" in str(caught.value)
+
+
+def test_gradients_are_wanted_from_the_first_trained_stage_on() -> None:
+    frozen, trained = LayerTraining(0.0, False), LayerTraining(0.5, False)
+    module = types.SimpleNamespace(stage_training=lambda: [[frozen, frozen], [frozen, trained], [frozen]])
+    assert [DflopPipelineModule.trained_up_to(module, stage) for stage in range(3)] == [False, True, True]
+    module.stage_training = lambda: None
+    assert DflopPipelineModule.trained_up_to(module, 0)

@@ -129,3 +129,25 @@ def test_a_damaged_file_is_named_when_it_is_read(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ModelError, match=r"layer_00-.*must be a file that torch has saved"):
             SavedCheckpoint(path.parent).weight(0, "weight")
+
+
+def test_a_parameter_is_read_from_its_part_of_the_partition(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "global_step4")
+    rank = json.loads((directory / "dflop-rank00000.json").read_text())
+    # Group 0; from element 2 of the partition; from element 0 of the parameter; 2 elements.
+    rank["optimizer"]["parameters"] = {"0.weight": [0, 2, 0, 2]}
+    (directory / "dflop-rank00000.json").write_text(json.dumps(rank))
+    base = {
+        "state": {0: {"step": 5, "exp_avg": torch.tensor([0.0, 0.0, 3.0, 4.0])}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    }
+    flat = torch.tensor([9.0, 9.0, 1.0, 2.0])
+    content = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [flat]}
+    torch.save({"optimizer_state_dict": content}, directory / OPTIMIZER)
+    found = SavedCheckpoint(directory).parameter("0.weight")
+    assert found is not None
+    assert found.master is not None
+    assert found.master.tolist() == [1.0, 2.0]
+    assert found.state["exp_avg"].tolist() == [3.0, 4.0]
+    assert found.state["step"] == 5
+    assert found.options == {"lr": 0.1}

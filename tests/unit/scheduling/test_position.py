@@ -60,6 +60,9 @@ def test_everything_that_changed_is_named() -> None:
     assert "shuffle" not in str(raised.value)
     with pytest.raises(ConfigError, match=r"ids of the training samples"):
         position.require_same_sequence(SamplerPosition.of(planner(names="abcdefghiX"), 5))
+    moved = dataclasses.replace(planner(), rows=np.arange(10) + 1)
+    with pytest.raises(ConfigError, match=r"ids of the training samples"):
+        position.require_same_sequence(SamplerPosition.of(moved, 5))
 
 
 def test_an_incomplete_position_is_refused() -> None:
