@@ -12,11 +12,11 @@ import numpy as np
 
 from dflop_ds.cost.features import LAYER_KINDS, FloatArray, MicrobatchFeatures, ProfileRow, check_rows
 from dflop_ds.cost.layer_model import LayerCostModel
-from dflop_ds.cost.prior import DIRECTIONS, Direction, prior_terms
+from dflop_ds.cost.prior import DIRECTIONS, Direction, fit_non_negative, prior_terms
 from dflop_ds.cost.trees import MIN_TREE_ROWS, TreeEnsemble, fit_residual_trees
 from dflop_ds.flops import ModelDims
 
-_KNOTS = 12
+_KNOTS = (12, 4)
 _SIZE_OF_KIND = {
     "vision_embed": "encoder_inputs",
     "vision_block": "encoder_inputs",
@@ -28,6 +28,11 @@ _SIZE_OF_KIND = {
     "norm": "llm_tokens",
     "head": "target_tokens",
 }
+_ATTENTION_OF_KIND = {
+    "vision_window_block": "sum_squared_windows",
+    "vision_frame_block": "sum_squared_frames",
+    "decoder_block": "sum_squared_tokens",
+}
 
 
 class LayerPredictor(Protocol):
@@ -38,40 +43,63 @@ class LayerPredictor(Protocol):
 
 
 class ThroughputInterpolation:
-    """Time = work / throughput, the throughput interpolated over one size, as in DFLOP (arXiv 2603.25120).
+    """Time = work / throughput, the throughput interpolated over a size, as in DFLOP (arXiv 2603.25120).
 
-    The work is the FLOPs of a layer (the bytes, for layers that compute nothing) and the size is the
-    number of tiles for the encoder, of tokens for the LLM. The throughputs measured at nearby sizes are
-    averaged to 12 points; between them the throughput is linear, outside them constant.
+    Attention is taken apart from the other work of a layer, as there: its throughput depends on the mean
+    length of the sequences that attend, that of the rest on the tiles or tokens of the whole microbatch.
+    The work is counted in FLOPs (in bytes, for layers that compute nothing). Profile rows time whole
+    layers, so the seconds per unit of work at 12 sizes (at 4 lengths for attention), the means of
+    neighbouring rows, are found by non-negative least squares; between them they are linear, outside
+    constant.
     """
 
     def __init__(self, rows: Sequence[ProfileRow], dims: ModelDims) -> None:
         check_rows(rows)
         self._dims = dims
-        self._curves: dict[tuple[str, Direction], tuple[FloatArray, FloatArray]] = {}
+        self._sizes: dict[str, list[FloatArray]] = {}
+        self._seconds_per_work: dict[tuple[str, Direction], FloatArray] = {}
         for kind, kind_rows in _by_kind(rows).items():
             features = MicrobatchFeatures.from_rows(kind_rows)
-            size: FloatArray = getattr(features, _SIZE_OF_KIND[kind])
+            parts = self._parts(kind, "forward", features)
+            self._sizes[kind] = [
+                _group_means(size, num) for (_, size), num in zip(parts, _KNOTS, strict=False)
+            ]
             for direction in DIRECTIONS:
                 time_s = _seconds(kind_rows, direction)
-                throughput = self._work(kind, direction, features) / np.maximum(time_s, 1e-12)
-                self._curves[kind, direction] = _curve(size, throughput)
+                columns = dict(enumerate(self._columns(kind, direction, features).T))
+                fitted = fit_non_negative(columns, time_s, 1.0 / np.maximum(time_s, 1e-12))
+                self._seconds_per_work[kind, direction] = np.array([fitted.get(k, 0.0) for k in columns])
 
     def predict(self, kind: str, features: MicrobatchFeatures) -> tuple[FloatArray, FloatArray]:
         """As :meth:`LayerPredictor.predict`."""
-        size: FloatArray = getattr(features, _SIZE_OF_KIND[kind])
         forward_s, backward_s = (
-            self._work(kind, direction, features)
-            / np.maximum(np.interp(size, *self._curves[kind, direction]), 1e-12)
+            self._columns(kind, direction, features) @ self._seconds_per_work[kind, direction]
             for direction in DIRECTIONS
         )
         return forward_s, backward_s
 
-    def _work(self, kind: str, direction: Direction, features: MicrobatchFeatures) -> FloatArray:
+    def _parts(
+        self, kind: str, direction: Direction, features: MicrobatchFeatures
+    ) -> list[tuple[FloatArray, FloatArray]]:
+        """Work, and the size that its throughput depends on."""
         terms = prior_terms(kind, direction, features, self._dims)
-        counted = [term for name, term in terms.items() if name.endswith("flops")] or [terms["bytes"]]
-        work: FloatArray = np.sum(counted, axis=0, dtype=np.float64)
-        return work
+        size: FloatArray = getattr(features, _SIZE_OF_KIND[kind])
+        parts = [(terms["flops"] if "flops" in terms else terms["bytes"], size)]
+        if kind in _ATTENTION_OF_KIND:
+            squared: FloatArray = getattr(features, _ATTENTION_OF_KIND[kind])
+            parts.append((terms["attention_flops"], squared / np.maximum(size, 1.0)))
+        return parts
+
+    def _columns(self, kind: str, direction: Direction, features: MicrobatchFeatures) -> FloatArray:
+        """Work of each microbatch, shared out between the two sizes that enclose its own."""
+        parts = self._parts(kind, direction, features)
+        return np.hstack(
+            [
+                work[:, np.newaxis]
+                * np.column_stack([np.interp(size, sizes, unit) for unit in np.eye(len(sizes))])
+                for (work, size), sizes in zip(parts, self._sizes[kind], strict=True)
+            ]
+        )
 
 
 class TreesAlone:
@@ -137,9 +165,7 @@ def _seconds(rows: Sequence[ProfileRow], direction: Direction) -> FloatArray:
     return np.array([getattr(row, f"{direction}_s") for row in rows], dtype=np.float64)
 
 
-def _curve(size: FloatArray, throughput: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Mean size and throughput of groups of rows with neighbouring sizes, by increasing size."""
-    order = np.argsort(size, kind="stable")
-    groups = np.array_split(order, min(_KNOTS, len(order)))
-    sizes = np.array([size[group].mean() for group in groups])
-    return sizes, np.array([throughput[group].mean() for group in groups])
+def _group_means(size: FloatArray, num_groups: int) -> FloatArray:
+    """Mean sizes of groups of rows with neighbouring sizes, increasing."""
+    groups = np.array_split(np.sort(size), min(num_groups, len(size)))
+    return np.unique([group.mean() for group in groups])

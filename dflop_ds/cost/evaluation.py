@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from dflop_ds.cost.alternatives import LayerPredictor, fit_predictors
 from dflop_ds.cost.features import LAYER_KINDS, FloatArray, MicrobatchFeatures, ProfileRow
+from dflop_ds.cost.layer_model import LayerCostModel
 from dflop_ds.cost.model import compose_stages
 from dflop_ds.cost.quantiles import StageQuantiles, measured_stages, whole_microbatches
 from dflop_ds.errors import CostModelError
@@ -85,10 +86,66 @@ def summarise_errors(predicted_s: FloatArray, measured_s: FloatArray) -> ErrorSu
     )
 
 
+def error_without_noise(predicted_s: FloatArray, runs_s: FloatArray) -> float:
+    """Root mean square relative error of predictions, the noise of the measurements taken out.
+
+    Errors against one run are multiplied by those against another run: what two runs do not share, their
+    noise, cancels in the mean, and what they share, the error of the prediction, is squared. 0 means
+    too small to be told from the noise.
+
+    Parameters
+    ----------
+    predicted_s : ndarray, shape (n, ...)
+        Positive.
+    runs_s : ndarray, shape (num_runs, n, ...)
+        The same work measured two or more times, positive.
+    """
+    errors = np.log(predicted_s / runs_s)
+    num_runs = len(errors)
+    products = (np.square(errors.sum(axis=0)) - np.square(errors).sum(axis=0)) / (num_runs * (num_runs - 1))
+    return float(np.sqrt(max(0.0, products.mean())))
+
+
 def coverage(upper_s: FloatArray, measured_s: FloatArray) -> float:
-    """Share of the positive measurements that are at most `upper_s`."""
+    """Share of the positive measurements that are at most `upper_s`, which may be one for several runs."""
     positive = measured_s > 0
-    return float((measured_s[positive] <= upper_s[positive]).mean())
+    return float((measured_s <= upper_s)[positive].mean())
+
+
+def cross_calibrated(
+    quantiles: StageQuantiles,
+    model: LayerCostModel,
+    features: MicrobatchFeatures,
+    runs_s: FloatArray,
+    level: float,
+) -> FloatArray:
+    """Quantiles of stage times, those of each fold calibrated on the runs of the other folds.
+
+    Parameters
+    ----------
+    quantiles : StageQuantiles
+        Fitted on a profile that has none of the microbatches; not changed.
+    model : LayerCostModel
+        Fitted on the same profile.
+    features : MicrobatchFeatures, n microbatches
+        Number i belongs to fold ``i % 5``.
+    runs_s : ndarray, shape (num_runs, n, num_stages)
+        Forward plus backward seconds.
+    level : float
+
+    Returns
+    -------
+    ndarray, shape (n, num_stages)
+    """
+    upper_s = np.zeros(runs_s.shape[1:])
+    fold_of = np.arange(len(features)) % NUM_FOLDS
+    for fold in range(NUM_FOLDS):
+        held, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
+        calibrated = StageQuantiles.from_dict(quantiles.to_dict())
+        others_s = runs_s[:, others].reshape(-1, runs_s.shape[2])
+        calibrated.calibrate(model, take(features, np.tile(others, len(runs_s))), others_s)
+        upper_s[held] = calibrated.predict(model, take(features, held), level)
+    return upper_s
 
 
 def predict_stages(

@@ -8,7 +8,7 @@ outside the sizes that were profiled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from dflop_ds.errors import CostModelError
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+
+Name = TypeVar("Name")
 
 OVERHEAD = "overhead"
 _WEIGHT_FLOOR = 1e-2
@@ -212,13 +214,13 @@ class AnalyticPrior:
 
 
 def fit_non_negative(
-    terms: Mapping[str, FloatArray], target_s: FloatArray, weights: FloatArray
-) -> dict[str, float]:
+    terms: Mapping[Name, FloatArray], target_s: FloatArray, weights: FloatArray
+) -> dict[Name, float]:
     """Non-negative least squares of a time on named terms.
 
     Parameters
     ----------
-    terms : mapping of str to ndarray, shape (n,)
+    terms : mapping of name to ndarray, shape (n,)
     target_s : ndarray, shape (n,)
         Seconds.
     weights : ndarray, shape (n,)
@@ -226,12 +228,12 @@ def fit_non_negative(
 
     Returns
     -------
-    dict of str to float
+    dict of name to float
         Coefficients of the terms that the rows can tell apart; the others stay out.
     """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
-    names: list[str] = []
+    names: list[Name] = []
     columns: list[FloatArray] = []
     scales: list[float] = []
     basis: list[FloatArray] = []
@@ -249,5 +251,7 @@ def fit_non_negative(
         names.append(name)
         columns.append(weighted / scale)
         scales.append(scale)
+    if not columns:
+        return {}
     solution, _ = nnls(np.column_stack(columns), weights * target_s)
     return {name: float(value / scale) for name, value, scale in zip(names, solution, scales, strict=True)}

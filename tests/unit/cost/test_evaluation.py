@@ -9,8 +9,10 @@ from dflop_ds import flops
 from dflop_ds.cost.alternatives import ThroughputInterpolation, TreesAlone, fit_predictors, prior_alone
 from dflop_ds.cost.evaluation import (
     coverage,
+    cross_calibrated,
     cross_validate,
     error_table,
+    error_without_noise,
     predict_stages,
     summarise_errors,
 )
@@ -62,6 +64,36 @@ def test_errors_of_known_numbers():
 def test_errors_need_finite_times(measured):
     with pytest.raises(CostModelError, match="finite times"):
         summarise_errors(np.array([1.0, 1.0]), np.array(measured))
+
+
+def test_noise_of_the_measurements_is_taken_out():
+    rng = np.random.default_rng(0)
+    true_s = np.exp(rng.normal(size=(4000, 2)))
+    runs_s = true_s * np.exp(0.10 * rng.standard_normal((4, 4000, 2)))
+    assert error_without_noise(1.03 * true_s, runs_s) == pytest.approx(np.log(1.03), rel=0.1)
+    scattered_s = true_s * np.exp(0.05 * rng.standard_normal(true_s.shape))
+    assert error_without_noise(scattered_s, runs_s) == pytest.approx(0.05, rel=0.1)
+    assert error_without_noise(true_s, runs_s) < 0.01
+
+
+def test_interpolation_finds_throughputs_that_follow_size_and_length():
+    """Attention and the other work of a block each have a throughput of their own, growing with its size."""
+    rng = np.random.default_rng(1)
+    lengths = [rng.integers(20, 900, rng.integers(1, 6)) for _ in range(300)]
+    rows = []
+    for segments in lengths:
+        tokens, squares = int(segments.sum()), int((segments**2).sum())
+        linear = flops.decoder_linear_flops(DIMS.llm, tokens) / (1e9 * (1 + tokens / 1000))
+        attention = flops.decoder_attention_flops(DIMS.llm, squares) / (2e8 * (1 + squares / tokens / 500))
+        rows.append(
+            ProfileRow(
+                "decoder_block", 0, 0, tokens, squares, len(segments), 1, linear + attention, 2 * linear
+            )
+        )
+    found = ThroughputInterpolation(rows[:200], DIMS)
+    held = MicrobatchFeatures.from_rows(rows[200:])
+    measured_s = np.array([row.forward_s for row in rows[200:]])
+    assert summarise_errors(found.predict("decoder_block", held)[0], measured_s).mape < 0.03
 
 
 def test_coverage_counts_positive_measurements_only():
@@ -137,6 +169,23 @@ def test_calibration_on_whole_stages():
     quantiles.calibrate(model, features, measured_s)
     covered = coverage(quantiles.predict(model, test_features, 0.9).ravel(), test_s.ravel())
     assert covered == pytest.approx(0.9, abs=0.06)
+
+
+def test_every_microbatch_is_covered_by_what_the_others_calibrate():
+    rows = draw(60, 19, noise=0.1)
+    model = LayerCostModel(warn=False).fit(rows, DIMS)
+    quantiles = StageQuantiles().fit(rows, DIMS, STAGES)
+    before = quantiles.to_dict()
+    features, true_s = stage_samples(60, 20, noise=0.0)
+    runs_s = true_s * np.exp(0.05 * np.random.default_rng(3).standard_normal((4, *true_s.shape)))
+    for level in (0.5, 0.9):
+        upper_s = cross_calibrated(quantiles, model, features, runs_s, level)
+        assert coverage(upper_s, runs_s) == pytest.approx(level, abs=0.03)
+    assert quantiles.to_dict() == before
+    runs_s[:, :, 1] *= np.where(np.arange(60) == 7, 100.0, 1.0)
+    apart_s = cross_calibrated(quantiles, model, features, runs_s, 0.9)
+    np.testing.assert_array_equal(apart_s[2::5], upper_s[2::5], "its own fold is calibrated without it")
+    assert (apart_s[0::5, 1] >= upper_s[0::5, 1]).all()
 
 
 def test_quantiles_are_ordered_and_more_work_is_never_cheaper():
