@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export, and print where to."""
     # Imported late: the other verbs do not need torch.
-    from dflop_ds.runtime.checkpoint import find
+    from dflop_ds.runtime.checkpoint_folder import find
     from dflop_ds.runtime.export import export_checkpoint
 
     if not arguments.max_shard_gb > 0:

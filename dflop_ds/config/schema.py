@@ -69,15 +69,6 @@ class DflopConfig(Block):
             )
         return self
 
-    @model_validator(mode="after")
-    def _adapters_are_not_exported(self) -> DflopConfig:
-        if self.train.export_dir is not None and self.finetune.lora is not None:
-            raise ValueError(
-                "train.export_dir writes whole models: finetune.lora is given, whose adapters are saved in "
-                f"train.output_dir, and export_dir is {self.train.export_dir!r}. Set export_dir to null"
-            )
-        return self
-
     def require_training_inputs(self, has_data: bool = False) -> None:
         """Check what the training entry point needs beyond a valid block.
 

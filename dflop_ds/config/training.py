@@ -50,7 +50,12 @@ class TrainConfig(Block):
         default=None, description="Steps between evaluations. null: never."
     )
     save_every: PositiveInt | None = Field(
-        default=None, description="Steps between checkpoints. null: never."
+        default=None, description="Steps between checkpoints; the last step has one too. null: never."
+    )
+    keep_last: PositiveInt | None = Field(
+        default=None,
+        description="Checkpoints that stay when another is complete; older ones are removed. Those with a "
+        "name of your own stay. null: all.",
     )
     save_on_stop: bool = Field(
         default=True, description="Save a checkpoint when SIGTERM or Ctrl-C ends training early."

@@ -7,7 +7,7 @@ those that ``peft`` gives them in the whole Hugging Face model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ class Adapters:
     settings: LoraSettings
     weights: frozenset[str]
     seed: int
+
+    @property
+    def scale(self) -> float:
+        """Factor of what the adapters add to a weight."""
+        return self.settings.alpha / self.settings.rank
 
     def inject(self, layer: PipelineLayer, index: int) -> None:
         """Put adapters into one layer, in place; the global random state is untouched."""
@@ -93,6 +98,37 @@ class Adapters:
 def is_adapter(name: str) -> bool:
     """Whether a parameter belongs to an adapter."""
     return f".lora_A.{ADAPTER_NAME}." in name or f".lora_B.{ADAPTER_NAME}." in name
+
+
+def merged(
+    weight: Callable[[str], torch.Tensor], names: Collection[str], scale: float | None
+) -> Callable[[str], torch.Tensor]:
+    """Weights with their adapters added, as ``peft`` merges them.
+
+    Parameters
+    ----------
+    weight : callable
+        Returns a parameter by its Hugging Face name, adapters included.
+    names : collection of str
+        All that it knows.
+    scale : float or None
+        Factor of the adapters, see :attr:`Adapters.scale`; None where there are none.
+
+    Returns
+    -------
+    callable
+        Returns a weight, in fp32 where it has an adapter.
+    """
+
+    def with_adapter(name: str) -> torch.Tensor:
+        value, owner = weight(name), name.removesuffix(".weight")
+        down, up = (f"{owner}.lora_{letter}.{ADAPTER_NAME}.weight" for letter in "AB")
+        if scale is None or down not in names:
+            return value
+        first = weight(down).float()
+        return value.float() + scale * (weight(up).float() @ first)
+
+    return with_adapter
 
 
 def linear_weights(layer: PipelineLayer) -> dict[str, str]:

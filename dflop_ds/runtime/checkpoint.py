@@ -7,28 +7,32 @@ and ``latest`` names it last.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dflop_ds
-from dflop_ds.errors import ConfigError, EnvironmentProblem, ModelError
+from dflop_ds.errors import ConfigError, ModelError
+from dflop_ds.models.weights import named_weights
 from dflop_ds.runtime import compat, distributed, optimizer_state, random_state
-from dflop_ds.runtime.saved import MAIN_FILE, RANK_FILES, SCHEMA_VERSION, SavedCheckpoint
+from dflop_ds.runtime.checkpoint_folder import (
+    LATEST,
+    UNFINISHED,
+    find,
+    forget_old,
+    forget_unfinished,
+    is_plain,
+    naming_folder,
+    publish,
+)
+from dflop_ds.runtime.saved import MAIN_FILE, RANK_FILES, SavedCheckpoint, write_checked
 from dflop_ds.scheduling.plan import StepPlan
 from dflop_ds.scheduling.position import SamplerPosition
 
 logger = logging.getLogger(__name__)
-
-LATEST = "latest"
-_UNFINISHED = ".saving-"
-_REPLACED = ".replaced-"
 
 
 def save(
@@ -62,54 +66,56 @@ def save(
             'DeepSpeed must write checkpoints at once, found a decoupled "checkpoint" engine; remove '
             '"checkpoint.writer" from the configuration.'
         )
-    if not _is_plain(tag) or tag == LATEST:
+    if not is_plain(tag) or tag == LATEST:
         raise ConfigError(f"the tag of a checkpoint must be a plain name, found {tag!r}; choose another.")
     keeper = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
-    unfinished = folder / f"{_UNFINISHED}{tag}"
-    # DeepSpeed waits for all ranks inside: one that fails ends here, and the launcher ends the others.
-    with naming_folder(folder):
-        if keeper:
+    unfinished = folder / f"{UNFINISHED}{tag}"
+
+    def begin() -> None:
+        with naming_folder(folder):
             forget_unfinished(folder)
-        result = write(str(folder), tag=unfinished.name, save_latest=False, **options)
-    stream = json.loads(distributed.on_first_rank(lambda: json.dumps(_stream_state(engine)).encode()))
-    distributed.together(lambda: _write_own_files(engine, unfinished, keeper, stream))
+            unfinished.mkdir(parents=True, exist_ok=True)
 
     def finish() -> None:
         with naming_folder(folder):
             publish(folder, tag, save_latest)
+        kept = None if engine.data_plan is None else engine.data_plan.config.train.keep_last
+        if kept is not None:
+            forget_old(folder, tag, kept)
 
+    distributed.together(begin if keeper else lambda: None)
+    stream = json.loads(distributed.on_first_rank(lambda: json.dumps(_stream_state(engine)).encode()))
+    writer = engine.checkpoint_engine
+    engine.checkpoint_engine = later = _FailsLater(writer)
+    try:
+        result = write(str(folder), tag=unfinished.name, save_latest=False, **options)
+    finally:
+        engine.checkpoint_engine = writer
+    distributed.together(lambda: _write_own_files(engine, unfinished, keeper, stream, later.error))
     distributed.together(finish if keeper else lambda: None)
     return result
 
 
-def forget_unfinished(folder: Path) -> None:
-    """Remove what a run that was killed while it saved has left; no complete checkpoint is touched."""
-    for left in folder.glob(f"{_UNFINISHED}*"):
-        if left.is_dir():
-            shutil.rmtree(left)
-        else:
-            left.unlink()  # the pointer that was to become `latest`
-    for left in folder.glob(f"{_REPLACED}*"):
-        if SavedCheckpoint.exists(folder / left.name.removeprefix(_REPLACED)):
-            shutil.rmtree(left)
+class _FailsLater:
+    """DeepSpeed's writer, except that an error is kept until all ranks have written.
 
-
-@contextlib.contextmanager
-def naming_folder(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong while a checkpoint is written into one error.
-
-    Raises
-    ------
-    EnvironmentProblem
+    DeepSpeed waits for all ranks in the end: one that fails before would leave the others there.
     """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
-        found = (str(error).splitlines() or [type(error).__name__])[0]
-        raise EnvironmentProblem(
-            f"{folder} must be a folder that can be written, with space for a checkpoint, found {found}; "
-            "free space or change the folder. Earlier checkpoints in it are untouched."
-        ) from error
+
+    def __init__(self, writer: Any) -> None:
+        self.error: Exception | None = None
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file, unless one has failed already."""
+        if self.error is None:
+            try:
+                self._writer.save(state_dict, path)
+            except (OSError, RuntimeError) as error:
+                self.error = error
 
 
 def load(
@@ -155,8 +161,14 @@ def load(
         return read(
             str(folder), tag, load_module_only=weights_only, load_optimizer_states=with_optimizer, **options
         )
-    saved = distributed.together(lambda: _checked(engine, directory, weights_only))
+    strict, with_optimizer = options["load_module_strict"], with_optimizer and not weights_only
+    saved = distributed.together(lambda: _whole(engine, directory, weights_only))
+    distributed.together(lambda: _require_same_run(engine, saved, strict, weights_only, with_optimizer))
     options |= {"load_module_only": weights_only, "load_optimizer_states": False}
+    new_schedule = engine.lr_scheduler is not None and saved.main.get("has_schedule") is False
+    if new_schedule and not weights_only:
+        logger.warning("%s has no learning rate schedule: it begins anew", directory)
+        options["load_lr_scheduler_states"] = False
     try:
         result = read(str(directory.parent), directory.name, **options)
     except RuntimeError as error:  # other shapes or names than those of the model
@@ -169,58 +181,9 @@ def load(
         # Of a bf16 pipeline without ZeRO, DeepSpeed forgets the fp32 copies.
         engine.optimizer.refresh_fp32_params()
     if with_optimizer:
-        distributed.together(lambda: optimizer_state.restore(engine, saved))
+        distributed.together(lambda: optimizer_state.restore(engine, saved, keep_rates=new_schedule))
     _restore_progress(engine, saved)
     return result
-
-
-def find(folder: Path, tag: str | None = None) -> Path | None:
-    """Directory of a checkpoint; None if there is none.
-
-    Parameters
-    ----------
-    folder : Path
-        Holds the checkpoints of a run, or is one.
-    tag : str, optional
-        By default the one that ``latest`` names.
-
-    Raises
-    ------
-    ModelError
-        If ``latest`` or `tag` names one that does not exist.
-    """
-    if tag is None:
-        if SavedCheckpoint.exists(folder):
-            return folder
-        if not (folder / LATEST).is_file():
-            return _without_pointer(folder)
-        tag = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    # A crash between the two renames of a replacement leaves the old one under its second name.
-    for directory in (folder / tag, folder / f"{_REPLACED}{tag}"):
-        if _is_plain(tag) and directory.is_dir():
-            if SavedCheckpoint.is_damaged(directory):
-                raise ModelError(
-                    f"{directory} must hold {MAIN_FILE}, found none: without it the position in the data is "
-                    "lost; name another checkpoint."
-                )
-            return directory
-    raise ModelError(
-        f"{folder} must hold the checkpoint {tag!r}, found none; name another tag, or correct {LATEST!r}."
-    )
-
-
-def _is_plain(tag: str) -> bool:
-    return bool(tag) and not tag.startswith(".") and "/" not in tag and "\0" not in tag
-
-
-def _without_pointer(folder: Path) -> Path | None:
-    """The checkpoint that trained longest, where a crash came before the first one was made the latest."""
-    found = [path for path in folder.glob("*") if _is_plain(path.name) and SavedCheckpoint.exists(path)]
-    if not found:
-        return None
-    newest = max(found, key=lambda directory: (SavedCheckpoint(directory).num_steps, directory.name))
-    logger.warning("%s names no checkpoint in %r: %s is taken", folder, LATEST, newest.name)
-    return newest
 
 
 def _stream_state(engine: Any) -> dict[str, Any] | None:
@@ -231,39 +194,15 @@ def _stream_state(engine: Any) -> dict[str, Any] | None:
     return state
 
 
-def _write_own_files(engine: Any, directory: Path, keeper: bool, stream: dict[str, Any] | None) -> None:
+def _write_own_files(
+    engine: Any, directory: Path, keeper: bool, stream: dict[str, Any] | None, error: Exception | None
+) -> None:
     with naming_folder(directory.parent):
-        _write_json(directory / RANK_FILES.format(engine.global_rank), _of_rank(engine))
+        if error is not None:
+            raise error
+        write_checked(directory / RANK_FILES.format(engine.global_rank), _of_rank(engine))
         if keeper:
-            _write_json(directory / MAIN_FILE, {**_of_run(engine), "stream": stream})
-
-
-def publish(folder: Path, tag: str, save_latest: bool) -> None:
-    """Give a complete checkpoint its name, and then name it in ``latest``.
-
-    Parameters
-    ----------
-    folder : Path
-        Holds ``.saving-<tag>``, which all ranks have written.
-    tag : str
-        A checkpoint of this name is replaced.
-    save_latest : bool
-    """
-    unfinished, final, replaced = (folder / f"{prefix}{tag}" for prefix in (_UNFINISHED, "", _REPLACED))
-    for path in [*unfinished.iterdir(), unfinished]:
-        _flush(path)
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    unfinished.rename(final)
-    _flush(folder)
-    if save_latest:
-        pointer = folder / f"{_UNFINISHED}{LATEST}"
-        pointer.write_text(tag, encoding="utf-8")
-        _flush(pointer)
-        pointer.replace(folder / LATEST)
-        _flush(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+            write_checked(directory / MAIN_FILE, {**_of_run(engine), "stream": stream})
 
 
 def _of_run(engine: Any) -> dict[str, Any]:
@@ -271,12 +210,14 @@ def _of_run(engine: Any) -> dict[str, Any]:
     feed = engine.feed
     position = None if feed is None else SamplerPosition.of(engine.data_plan.planner, feed.step)
     model = None if engine.data_plan is None else engine.data_plan.config.model
+    finetuning = engine.module.finetuning
+    adapters = None if finetuning is None else finetuning.adapters
     return {
-        "schema_version": SCHEMA_VERSION,
         "dflop_ds": dflop_ds.__version__,
         "num_ranks": engine.world_size,
         "model": model and model.path and str(Path(model.path).resolve()),
         "family_module": model and model.family_module,
+        "adapter_scale": None if adapters is None else adapters.scale,
         "layout": {
             "boundaries": [int(bound) for bound in engine.module.parts],
             "num_replicas": engine.dp_world_size,
@@ -285,6 +226,7 @@ def _of_run(engine: Any) -> dict[str, Any]:
         },
         "position": position and dataclasses.asdict(position),
         "plans": [] if feed is None else [plan.encode().tolist() for plan in feed.plans],
+        "has_schedule": engine.lr_scheduler is not None,
         "correction": None if engine.adaptive is None else engine.adaptive.state_dict(),
     }
 
@@ -293,7 +235,6 @@ def _of_rank(engine: Any) -> dict[str, Any]:
     """What belongs to one rank."""
     feed, telemetry = engine.feed, engine.telemetry
     return {
-        "schema_version": SCHEMA_VERSION,
         "stage": engine.stage_id,
         "replica": engine.grid.get_data_parallel_rank(),
         "layers": engine.module.weight_names(),
@@ -304,25 +245,60 @@ def _of_rank(engine: Any) -> dict[str, Any]:
     }
 
 
-def _checked(engine: Any, directory: Path, weights_only: bool) -> SavedCheckpoint:
-    """Open a checkpoint and make sure that this run can go on from it."""
+def _whole(engine: Any, directory: Path, weights_only: bool) -> SavedCheckpoint:
+    """Open a checkpoint of which nothing is missing or damaged; the ranks share the reading."""
     saved = SavedCheckpoint(directory)
-    saved.require_files()
+    saved.require_files(engine.global_rank, engine.world_size, weights_only=weights_only)
+    return saved
+
+
+def _require_same_run(
+    engine: Any, saved: SavedCheckpoint, strict: bool, weights_only: bool, with_optimizer: bool
+) -> None:
+    """Make sure that this run can go on from a checkpoint."""
+    _require_same_layers(engine.module, saved)
+    if strict:
+        _require_same_weights(engine.module, saved)
+    if with_optimizer:
+        optimizer_state.require_same_kind(engine, saved)
+    if saved.main["position"] is None or engine.feed is None or weights_only:
+        return
+    position = SamplerPosition.from_json(saved.main["position"])
+    position.require_same_sequence(SamplerPosition.of(engine.data_plan.planner, position.step))
+    if (saved.main.get("stream") is None) != (engine.data_plan.records is None):
+        raise ConfigError(
+            "a run over a stream must be resumed with a stream, and any other without, found the "
+            "opposite; change the training data back."
+        )
+
+
+def _require_same_layers(module: Any, saved: SavedCheckpoint) -> None:
     kinds = saved.main["layout"]["layer_kinds"]
-    if kinds != engine.module.layer_kinds:
+    if kinds != module.layer_kinds:
         raise ModelError(
-            f"the checkpoint {directory} must be of a model with the {len(engine.module.layer_kinds)} layers "
+            f"the checkpoint {saved.directory} must be of a model with the {len(module.layer_kinds)} layers "
             f"of this one, found {len(kinds)} layers; start from what `dflop-ds export` makes of it."
         )
-    if saved.main["position"] is not None and engine.feed is not None and not weights_only:
-        position = SamplerPosition.from_json(saved.main["position"])
-        position.require_same_sequence(SamplerPosition.of(engine.data_plan.planner, position.step))
-        if (saved.main.get("stream") is None) != (engine.data_plan.records is None):
-            raise ConfigError(
-                "a run over a stream must be resumed with a stream, and any other without, found the "
-                "opposite; change the training data back."
-            )
-    return saved
+
+
+def _require_same_weights(module: Any, saved: SavedCheckpoint) -> None:
+    """Make sure that the layers of this rank have the weights of the checkpoint, adapters included."""
+    weights = [item for layer in module.local_layers() for item in named_weights(layer).items()]
+    own = {name: tuple(parameter.shape) for name, parameter in weights}
+    local = set(module.weight_names())
+    places = {name: place for name, place in saved.weights().items() if name in own or place[0] in local}
+    theirs = {name: tuple(saved.weight(*place).shape) for name, place in places.items()}
+    changed = [
+        f"{name} of shape {theirs.get(name)} instead of {own.get(name)}"
+        for name in sorted({*own, *theirs})
+        if own.get(name) != theirs.get(name)
+    ]
+    if changed:
+        raise ModelError(
+            f"the checkpoint {saved.directory} must have the weights of this model, found {changed[0]} and "
+            f"{len(changed) - 1} other differences; change the model or dflop.finetune.lora back, or start "
+            "from what `dflop-ds export` makes of the checkpoint."
+        )
 
 
 def _restore_progress(engine: Any, saved: SavedCheckpoint) -> None:
@@ -353,16 +329,3 @@ def _restore_stream(engine: Any, saved: SavedCheckpoint) -> None:
     engine.feed.close()
     engine.data_plan.planner.restore(stream)
     distributed.together(lambda: records.restore(stream["records"]))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    """Make sure that a file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,8 +15,9 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from transformers import AutoConfig
 
-from dflop_ds.errors import ConfigError, ModelError
+from dflop_ds.errors import ConfigError
 from dflop_ds.families import family_of, import_families
+from dflop_ds.models import lora
 from dflop_ds.models.export import MAX_SHARD_BYTES, HuggingFaceWriter, Shapes
 from dflop_ds.models.weights import named_weights
 from dflop_ds.runtime import compat, distributed
@@ -28,7 +29,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def export_engine(engine: Any, source: str | Path, out: str | Path, dtype: str = "as_trained") -> None:
-    """Write the model as it is now; every stage writes its own layers. A collective call.
+    """Write the model as it is now, adapters merged; every stage writes its own layers. A collective call.
 
     Parameters
     ----------
@@ -47,7 +48,6 @@ def export_engine(engine: Any, source: str | Path, out: str | Path, dtype: str =
         If there are weights that the ``transformers`` model does not have.
     """
     source, out, module = Path(source), Path(out), engine.module
-    distributed.together(lambda: _refuse_adapters(module))
     first = dist.get_rank() == 0
     own = {name: p for layer in module.local_layers() for name, p in named_weights(layer).items()}
     masters = dtype == "fp32" and engine.optimizer is not None and compat.keeps_partitions(engine.optimizer)
@@ -62,11 +62,13 @@ def export_engine(engine: Any, source: str | Path, out: str | Path, dtype: str =
             return safe_get_full_fp32_param(own[name])
         return own[name].detach()
 
+    adapters = None if module.finetuning is None else module.finetuning.adapters
+    merged = lora.merged(weight, own, None if adapters is None else adapters.scale)
     if engine.grid.get_data_parallel_rank() == 0:
-        distributed.together(lambda: writer.write_stage(engine.stage_id, weight))
+        distributed.together(lambda: writer.write_stage(engine.stage_id, merged))
     else:
         # The partitions of a master weight are put together by all replicas, in the order of writing.
-        distributed.together(lambda: [weight(name) for name in writer.order(engine.stage_id) if masters])
+        distributed.together(lambda: [merged(name) for name in writer.order(engine.stage_id) if masters])
     distributed.together(lambda: _finish(writer, out) if first else None)
 
 
@@ -80,6 +82,8 @@ def export_checkpoint(
     overwrite: bool = False,
 ) -> Path:
     """Write the model of a checkpoint, in one process that holds one file's weights at a time.
+
+    Adapters are merged.
 
     Parameters
     ----------
@@ -116,8 +120,10 @@ def export_checkpoint(
             "name it with --model."
         )
     import_families(saved.main["family_module"])
-    places = saved.weights()
-    shapes = {name: tuple(saved.weight(*place).shape) for name, place in places.items()}
+    saved.require_files(weights_only=dtype != "fp32")
+    places, scale = saved.weights(), saved.main.get("adapter_scale")
+    names = [name for name in places if scale is None or not lora.is_adapter(name)]
+    shapes = {name: tuple(saved.weight(*places[name]).shape) for name in names}
     wanted = _DTYPES.get(dtype, saved.weight(*next(iter(places.values()))).dtype)
 
     def weight(name: str) -> torch.Tensor:
@@ -128,7 +134,7 @@ def export_checkpoint(
     unfinished = _unfinished(out)
     _start(unfinished)
     writer = _writer(unfinished, source, [shapes], wanted, max_shard_bytes)
-    writer.write_stage(0, weight)
+    writer.write_stage(0, lora.merged(weight, places, scale))
     _finish(writer, out)
     return out
 
@@ -159,14 +165,6 @@ def require_replaceable(out: Path, kept: Iterable[Path]) -> None:
         raise ConfigError(
             f"an export replaces what its directory holds, found other files than a model's in {out}; "
             "empty it, or choose another directory."
-        )
-
-
-def _refuse_adapters(module: Any) -> None:
-    finetuning = getattr(module, "finetuning", None)
-    if finetuning is not None and finetuning.adapters is not None:
-        raise ModelError(
-            "a model is exported as a whole, found adapters; use save_adapter(), and merge them with peft."
         )
 
 
@@ -209,7 +207,10 @@ def _start(unfinished: Path) -> None:
 def _finish(writer: HuggingFaceWriter, out: Path) -> None:
     """Complete the export, and give it its name."""
     writer.write_rest()
+    earlier = out.with_name(f".{out.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
     if out.exists():
-        shutil.rmtree(out)
+        out.rename(earlier)
     writer.directory.rename(out)
+    shutil.rmtree(earlier, ignore_errors=True)
     logger.info("wrote the model in Hugging Face format to %s", out)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dflop_ds.errors import ConfigError
 from dflop_ds.runtime import compat
 from dflop_ds.runtime.saved import SavedCheckpoint, SavedParameter
 
@@ -21,10 +22,11 @@ def describe(engine: Any) -> dict[str, Any]:
     -------
     dict
         The "file" and, by parameter name, either parameter group and number of the parameter, or parameter
-        group, start in the flat partition, start in the parameter and number of elements.
+        group, start in the flat partition, start in the parameter and number of elements; and the "kind" of
+        optimizer.
     """
     if engine.optimizer is None:
-        return {"file": "", "parameters": {}}
+        return {"file": "", "parameters": {}, "kind": None}
     parameters: dict[str, list[int]] = {}
     if compat.keeps_partitions(engine.optimizer):
         for name, parameter in engine.module.named_parameters():
@@ -36,22 +38,52 @@ def describe(engine: Any) -> dict[str, Any]:
         groups = enumerate(engine.optimizer.param_groups)
         trained = [(group, parameter) for group, content in groups for parameter in content["params"]]
         parameters = {names[id(p)]: [group, number] for number, (group, p) in enumerate(trained)}
-    return {"file": compat.optimizer_file(engine), "parameters": parameters}
+    return {"file": compat.optimizer_file(engine), "parameters": parameters, "kind": _kind(engine)}
 
 
-def restore(engine: Any, saved: SavedCheckpoint) -> None:
-    """Give every parameter of this rank the state that it had; new ones begin without any."""
+def require_same_kind(engine: Any, saved: SavedCheckpoint) -> None:
+    """Make sure that the state in a checkpoint is of the optimizer of this run.
+
+    Raises
+    ------
+    ConfigError
+    """
+    kinds = {rank["optimizer"].get("kind") for rank in saved.ranks} - {None}
+    if engine.optimizer is not None and kinds and kinds != {_kind(engine)}:
+        raise ConfigError(
+            f"the optimizer must be that of the checkpoint, found {_kind(engine)} instead of "
+            f"{', '.join(sorted(kinds))}; change it back, or take the weights alone: by load_checkpoint(..., "
+            "load_module_only=True), or from what `dflop-ds export` makes of the checkpoint."
+        )
+
+
+def _kind(engine: Any) -> str:
+    wrapped = compat.keeps_partitions(engine.optimizer)
+    return type(engine.optimizer.optimizer if wrapped else engine.optimizer).__name__
+
+
+def restore(engine: Any, saved: SavedCheckpoint, *, keep_rates: bool = False) -> None:
+    """Give every parameter of this rank the state that it had; new ones begin without any.
+
+    Parameters
+    ----------
+    engine : DflopPipelineEngine
+    saved : SavedCheckpoint
+    keep_rates : bool
+        Leave the learning rates as they are.
+    """
     if engine.optimizer is None:
         return
+    own_options = frozenset({"lr"}) if keep_rates else frozenset()
     if compat.keeps_partitions(engine.optimizer):
-        unknown = _restore_partitions(engine, saved)
+        unknown = _restore_partitions(engine, saved, own_options)
     else:
-        unknown = _restore_whole(engine, saved)
+        unknown = _restore_whole(engine, saved, own_options)
     if unknown:
         logger.warning("the checkpoint has no optimizer state of %s: it begins anew", ", ".join(unknown))
 
 
-def _restore_whole(engine: Any, saved: SavedCheckpoint) -> list[str]:
+def _restore_whole(engine: Any, saved: SavedCheckpoint, own_options: frozenset[str]) -> list[str]:
     optimizer, unknown = engine.optimizer, []
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     for group in optimizer.param_groups:
@@ -70,11 +102,11 @@ def _restore_whole(engine: Any, saved: SavedCheckpoint) -> list[str]:
                 for key, value in found.state.items()
             }
             options = found.options if options is None else options
-        _take_options(engine, group, options or {})
+        _take_options(engine, group, options or {}, own_options)
     return unknown
 
 
-def _restore_partitions(engine: Any, saved: SavedCheckpoint) -> list[str]:
+def _restore_partitions(engine: Any, saved: SavedCheckpoint, own_options: frozenset[str]) -> list[str]:
     base = engine.optimizer.optimizer
     flats, unknown = compat.flat_partitions(engine.optimizer), []
     known_options: dict[int, dict[str, Any]] = {}
@@ -93,11 +125,13 @@ def _restore_partitions(engine: Any, saved: SavedCheckpoint) -> list[str]:
         _fill_state(base.state[flats[group]], flats[group], found, parameter, own, place)
         known_options.setdefault(group, found.options)
     for group, options in known_options.items():
-        _take_options(engine, base.param_groups[group], options)
+        _take_options(engine, base.param_groups[group], options, own_options)
     return unknown
 
 
-def _take_options(engine: Any, group: dict[str, Any], options: dict[str, Any]) -> None:
+def _take_options(
+    engine: Any, group: dict[str, Any], options: dict[str, Any], own_options: frozenset[str]
+) -> None:
     """Go on with the options of the checkpoint, as optimizers of torch do; a schedule sets the rate anew."""
     watched = ("weight_decay",) if engine.lr_scheduler is not None else ("lr", "weight_decay")
     changed = [
@@ -110,7 +144,7 @@ def _take_options(engine: Any, group: dict[str, Any], options: dict[str, Any]) -
             "the optimizer goes on with the checkpoint's %s; to change it, load the weights alone",
             ", ".join(changed),
         )
-    group.update(copy.deepcopy(options))
+    group.update(copy.deepcopy({key: value for key, value in options.items() if key not in own_options}))
 
 
 def _fill_state(

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ SCHEMA_VERSION = 1
 MAIN_FILE = "dflop.json"
 RANK_FILES = "dflop-rank{:05d}.json"
 
+_CHECKSUM = "crc32"
 _STAGE_FILES = "mp_rank_{:02d}_model_states.pt"
 _MAIN_KEYS = ("num_ranks", "model", "family_module", "layout", "position", "plans", "correction")
 _RANK_KEYS = ("stage", "layers", "optimizer", "random", "planning", "num_measured_steps")
@@ -77,19 +79,26 @@ class SavedCheckpoint:
         """Whether a directory was a checkpoint of dflop_ds and has lost its main file."""
         return not SavedCheckpoint.exists(directory) and (directory / RANK_FILES.format(0)).exists()
 
-    def require_files(self) -> None:
-        """Make sure that DeepSpeed's files are there and not cut off.
+    def require_files(self, reader: int = 0, num_readers: int = 1, *, weights_only: bool = False) -> None:
+        """Make sure that DeepSpeed's files are there and hold what was written; each reader reads its share.
+
+        Parameters
+        ----------
+        reader, num_readers : int
+            Number of this process among those that share the work.
+        weights_only : bool
+            Leave out what holds the optimizer's state alone.
 
         Raises
         ------
         ModelError
-            Naming every file that is missing or damaged.
+            Naming every file of this share that is missing or damaged.
         """
         names = {f"layer_{layer:02d}-model_states.pt" for layer, _ in self.weights().values()}
         names |= {_STAGE_FILES.format(stage) for stage in range(len(self.main["layout"]["boundaries"]) - 1)}
-        names |= {rank["optimizer"]["file"] for rank in self.ranks} - {""}
-        # torch writes a ZIP archive whose directory comes last.
-        bad = sorted(name for name in names if not zipfile.is_zipfile(self.directory / name))
+        if not weights_only:
+            names |= {rank["optimizer"]["file"] for rank in self.ranks} - {""}
+        bad = [name for name in sorted(names)[reader::num_readers] if not _is_whole(self.directory / name)]
         if bad:
             raise ModelError(
                 f"{self.directory} must hold a whole checkpoint, found {bad} missing or damaged; restore "
@@ -202,12 +211,35 @@ class SavedCheckpoint:
                 f"{path} must have schema_version {SCHEMA_VERSION}, found {version!r}; "
                 "read it with the dflop_ds that wrote it."
             )
+        checksum = content.pop(_CHECKSUM, None)
+        if checksum is not None and checksum != _checksum(content):
+            raise ModelError(f"{path} must be as it was written, found it changed; name an older checkpoint.")
         missing = [key for key in keys if key not in content]
         if missing:
             raise ModelError(
                 f"{path} must be complete, found it without {missing}; name an older checkpoint."
             )
         return dict(content)
+
+
+def write_checked(path: Path, content: dict[str, Any]) -> None:
+    """Write a file of a checkpoint with a checksum of its content."""
+    content = {"schema_version": SCHEMA_VERSION, **content}
+    path.write_text(json.dumps({**content, _CHECKSUM: _checksum(content)}), encoding="utf-8")
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file that torch has saved is there, not cut off and not changed since."""
+    try:
+        # A ZIP archive: its directory comes last, with a checksum of everything in it.
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except Exception:  # a damaged header may look like anything: another compression, a password, an odd name
+        return False
 
 
 def _open(path: Path) -> Any:

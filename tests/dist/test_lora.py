@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dflop_ds.cli.main import main
 from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.scheduling.order import EpochOrder
 from tests.support.ranks import run_ranks
@@ -43,7 +44,8 @@ def test_adapters_learn_as_in_one_process(run: str, tiny_demo: Any, tmp_path: Pa
     sgd = {"type": "SGD", "params": {"lr": LR}}
     top = {"train_batch_size": BATCH, "gradient_clipping": CLIP, "optimizer": sgd, **top}
     config = ds_config(demo_paths(tiny_demo), tmp_path, block, **top)
-    reports = run_ranks("lora", {"config": config, "num_steps": NUM_STEPS}, tmp_path)
+    arguments = {"config": config, "num_steps": NUM_STEPS, "export": run == "plain"}
+    reports = run_ranks("lora", arguments, tmp_path)
 
     model = with_adapter(tiny_demo, tmp_path / "before", trainable=True)
     for name, parameter in model.named_parameters():
@@ -81,3 +83,19 @@ def test_adapters_learn_as_in_one_process(run: str, tiny_demo: Any, tmp_path: Pa
         everything = reference_loss(loaded, dataset, list(range(len(dataset)))).item()
     assert reports[0]["eval"] == pytest.approx(everything, rel=1e-5)
     assert losses[-1] < losses[0]
+    if run == "plain":
+        check_exports(tiny_demo, tmp_path, loaded)
+
+
+def check_exports(tiny_demo: Any, folder: Path, trained: Any) -> None:
+    """The ranks and the command line write what ``peft`` makes of the adapter and its base."""
+    assert main(["export", str(folder / "checkpoints"), str(folder / "by_command")]) == 0
+    merged = trained.merge_and_unload()
+    for name in ("merged", "by_command"):
+        model, info = type(merged).from_pretrained(folder / name, output_loading_info=True)
+        assert [info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [set()] * 3
+        for key, value in merged.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[key].double(), value, rtol=1e-5, atol=1e-6, msg=key)
+    before = reference_model(str(tiny_demo.model_dir)).state_dict()
+    key = "model.language_model.layers.0.mlp.down_proj.weight"
+    assert not torch.allclose(merged.state_dict()[key].float(), before[key], rtol=1e-3)

@@ -30,7 +30,13 @@ class Run:
         self.out, self.num_launches = out, 0
         out.mkdir()
         block = {
-            "train": {"num_steps": NUM_STEPS, "output_dir": str(out), "save_every": 2, "resume": "auto"},
+            "train": {
+                "num_steps": NUM_STEPS,
+                "output_dir": str(out),
+                "save_every": 2,
+                "keep_last": 2,
+                "resume": "auto",
+            },
             "telemetry": {"plan_log": str(out / "plans.jsonl")},
             "data": {"num_workers": 1},
             "cost": {"profile": str(profile) if profile.exists() else "auto"},
@@ -68,7 +74,7 @@ def test_killed_stopped_and_killed_again(tiny_demo: Any, tmp_path: Path) -> None
     assert [step for step, _ in whole.losses] == list(range(1, NUM_STEPS + 1))
 
     run = Run(tiny_demo, tmp_path / "broken", profile)
-    num_files = len(list((whole.out / "checkpoints" / "global_step2").glob("*.pt")))
+    num_files = len(list((whole.out / "checkpoints" / "global_step8").glob("*.pt")))
     # Rank 0 writes about half of the files: the second checkpoint is being written.
     run.launch({"signal": "SIGKILL", "ranks": [0, 1], "file": num_files // 2 + 3}, expect=-9)
     assert run.latest == "global_step2"
@@ -87,6 +93,9 @@ def test_killed_stopped_and_killed_again(tiny_demo: Any, tmp_path: Path) -> None
     run.launch({"signal": "SIGKILL", "ranks": [0, 1], "step": 7 - stopped}, expect=-9)
     run.launch()
     assert run.losses == whole.losses
+    for out in (whole.out, run.out):
+        names = {path.name for path in (out / "checkpoints").iterdir()}
+        assert names == {"latest", "global_step6", "global_step8"}
     logs = [read_plan_log(out / "plans.jsonl") for out in (whole.out, run.out)]
     assert [step.line["sample_ids"] for step in logs[0]] == [step.line["sample_ids"] for step in logs[1]]
     assert audit(logs[1]).problems == ()

@@ -5,7 +5,9 @@ import os
 import numpy as np
 
 from dflop_ds.runtime.adapter import save_adapter
-from tests.support.training import keep_gradients, leave, report, start, worker_arguments
+from dflop_ds.runtime.distributed import leave
+from dflop_ds.runtime.export import export_engine
+from tests.support.training import keep_gradients, report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])
@@ -18,6 +20,9 @@ np.savez(f"{arguments['out']}/grads{os.environ['RANK']}.npz", **{n: g.numpy() fo
 unchanged = all(bool((p == base[n]).all()) for n, p in setup.model.named_parameters() if n in base)
 result = {"losses": losses, "unchanged": unchanged, "num_frozen": len(base)}
 result["eval"] = engine.evaluate(setup.dataset)
+if arguments["export"]:
+    engine.save_checkpoint(f"{arguments['out']}/checkpoints")
+    export_engine(engine, arguments["config"]["dflop"]["model"]["path"], f"{arguments['out']}/merged")
 report(arguments, result)
 engine.destroy()
 leave()

@@ -13,7 +13,7 @@ from dflop_ds.config import FinetuneConfig, LoraSettings
 from dflop_ds.data.demo import DemoPaths
 from dflop_ds.errors import ConfigError
 from dflop_ds.models.llava_onevision import pipeline_layers
-from dflop_ds.models.lora import is_adapter
+from dflop_ds.models.lora import is_adapter, merged
 from dflop_ds.runtime.finetune import apply, plan_finetuning
 
 pytest.importorskip("peft")
@@ -86,3 +86,20 @@ def test_a_missing_package_is_named(plans: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"needs the package peft.*dflop_ds\[lora\]"):
         plan_finetuning(lora("llm"), plans)
+
+
+def test_merging_is_that_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(5, 3))
+    weight = base[0].weight.detach().clone()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0"]))
+    torch.nn.init.normal_(model.base_model.model[0].lora_B["default"].weight)
+    layer = model.base_model.model[0]
+    known = {"0.weight": weight} | {
+        f"0.lora_{letter}.default.weight": getattr(layer, f"lora_{letter}")["default"].weight.detach().clone()
+        for letter in "AB"
+    }
+    found = merged(known.__getitem__, known, scale=3.0)("0.weight")
+    torch.testing.assert_close(found, model.merge_and_unload()[0].weight)
+    assert merged(known.__getitem__, known, scale=None)("0.weight") is weight

@@ -9,7 +9,7 @@ import pytest
 
 from dflop_ds.cli.main import main
 from dflop_ds.errors import ModelError
-from dflop_ds.runtime.checkpoint import find, publish
+from dflop_ds.runtime.checkpoint_folder import find, forget_old, publish
 from dflop_ds.runtime.saved import SavedCheckpoint
 
 
@@ -40,6 +40,25 @@ def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
         publish(tmp_path, "one", save_latest=True)
     assert (tmp_path / "one" / "dflop.json").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one"]
+
+
+def test_old_checkpoints_go_and_others_stay(tmp_path: Path) -> None:
+    steps = [f"global_step{step}" for step in (2, 4, 10, 12)]
+    for name in (*steps, "best", "global_step5x"):
+        write(tmp_path, name)
+    (tmp_path / "global_step6").mkdir()  # of another program
+    (tmp_path / "latest").write_text("global_step10")
+    kept = {"best", "global_step5x", "global_step6", "latest"}
+
+    def left() -> set[str]:
+        return {path.name for path in tmp_path.iterdir()} - kept
+
+    forget_old(tmp_path, "best", 1)
+    assert left() == set(steps)
+    forget_old(tmp_path, "global_step10", 2)
+    assert left() == {"global_step4", "global_step10", "global_step12"}
+    forget_old(tmp_path, "global_step12", 1)
+    assert left() == {"global_step10", "global_step12"}, "the latest stays"
 
 
 @pytest.mark.parametrize("crash", range(4))

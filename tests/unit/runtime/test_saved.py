@@ -4,43 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from dflop_ds.errors import EnvironmentProblem, ModelError
-from dflop_ds.runtime.checkpoint import find, forget_unfinished, naming_folder
-from dflop_ds.runtime.saved import SavedCheckpoint
-
-OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-
-
-def write_checkpoint(directory: Path, step: int = 4) -> Path:
-    """Two layers, of which the second shares the first one's weights, on one rank under ZeRO-1."""
-    directory.mkdir(parents=True)
-    main: dict[str, Any] = {
-        "num_ranks": 1,
-        "model": None,
-        "family_module": None,
-        "layout": {"boundaries": [0, 2], "num_replicas": 1, "layer_kinds": ["token_embed", "head"]},
-        "position": {"step": step},
-        "plans": [],
-        "correction": None,
-    }
-    rank: dict[str, Any] = {
-        "stage": 0,
-        "layers": {"0": {"weight": "model.embed.weight"}},
-        "optimizer": {"file": OPTIMIZER, "parameters": {}},
-        "random": {},
-        "planning": None,
-        "num_measured_steps": 0,
-    }
-    for name, content in (("dflop.json", main), ("dflop-rank00000.json", rank)):
-        (directory / name).write_text(json.dumps({"schema_version": 1, **content}))
-    for name in ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", OPTIMIZER):
-        torch.save({"weight": torch.zeros(2)}, directory / name)
-    return directory
+from dflop_ds.runtime.checkpoint_folder import find, forget_unfinished, naming_folder
+from dflop_ds.runtime.saved import SavedCheckpoint, write_checked
+from tests.support.checkpoints import OPTIMIZER, write_checkpoint
 
 
 def test_a_whole_checkpoint(tmp_path: Path) -> None:
@@ -59,6 +29,45 @@ def test_missing_and_cut_off_files_are_named(tmp_path: Path, name: str, num_byte
         path.write_bytes(content[:num_bytes])
     with pytest.raises(ModelError, match=rf"found \['{name}'\] missing or damaged"):
         SavedCheckpoint(path.parent).require_files()
+
+
+def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "global_step4")
+    path = directory / "layer_00-model_states.pt"
+    content = path.read_bytes()
+    missed = []
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        try:
+            SavedCheckpoint(directory).require_files(weights_only=True)
+            value = SavedCheckpoint(directory).weight(0, "weight")
+        except ModelError:
+            continue
+        missed.append(place)
+        assert value.tolist() == [0.0, 0.0], "space between two entries, or a field that nobody reads"
+    assert len(missed) < len(content) // 2
+
+
+def test_readers_share_the_files(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "global_step4")
+    for path in directory.glob("*.pt"):
+        path.write_bytes(b"")
+    found = []
+    for reader in range(2):
+        with pytest.raises(ModelError) as caught:
+            SavedCheckpoint(directory).require_files(reader, 2)
+        found.append([path.name for path in directory.glob("*.pt") if path.name in str(caught.value)])
+    assert sorted(map(len, found)) == [1, 2]
+    assert not set(found[0]) & set(found[1])
+
+
+def test_a_changed_number_in_a_file_of_ours_is_found(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "global_step4") / "dflop-rank00000.json"
+    write_checked(path, json.loads(path.read_text()))
+    assert SavedCheckpoint(path.parent).ranks[0]["num_measured_steps"] == 0
+    path.write_text(path.read_text().replace('"num_measured_steps": 0', '"num_measured_steps": 8'))
+    with pytest.raises(ModelError, match=r"rank00000\.json must be as it was written"):
+        SavedCheckpoint(path.parent)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,7 @@ def test_damaged_main_files_are_named(tmp_path: Path, text: str, words: str) -> 
 def test_a_pointer_to_nowhere_is_refused(tmp_path: Path, content: bytes) -> None:
     write_checkpoint(tmp_path / "global_step4")
     (tmp_path / "latest").write_bytes(content)
-    with pytest.raises(ModelError, match="must hold the checkpoint"):
+    with pytest.raises(ModelError, match=r"must hold the checkpoint .*, found \['global_step4'\]"):
         find(tmp_path)
 
 
@@ -110,7 +119,8 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_has_left_goes_before_the_next_one(tmp_path: Path) -> None:
-    for name in ("global_step4", ".replaced-global_step4", ".replaced-global_step2", ".saving-global_step6"):
+    hidden = (".replaced-global_step4", ".replaced-global_step2", ".saving-global_step6", ".removing-one")
+    for name in ("global_step4", *hidden):
         write_checkpoint(tmp_path / name)
     for name in ("latest", ".saving-latest"):
         (tmp_path / name).write_text("global_step4")
