@@ -15,11 +15,12 @@ from deepspeed.utils import RepeatingLoader
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import dflop_ds
-from benchmarks.worker import leave
 from dflop_ds.config import load_ds_config, parse_dflop
 from dflop_ds.data.probed import ProbedDataset
+from dflop_ds.runtime.distributed import leave
 from dflop_ds.runtime.report import write_step_trace
 from dflop_ds.runtime.setup import Setup
+from dflop_ds.runtime.shared_memory import forget_segment_names
 from dflop_ds.runtime.telemetry import StepRecord, Telemetry, gather_steps, summarise
 from dflop_ds.scheduling.order import EpochOrder
 
@@ -51,6 +52,7 @@ def main() -> None:
             (args.out / f"{run.label}.json").write_text(json.dumps(result))
     for run in runs:
         run.engine.destroy()
+    forget_segment_names()
     leave()
 
 

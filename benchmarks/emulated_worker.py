@@ -19,12 +19,13 @@ from deepspeed.utils import RepeatingLoader
 
 import dflop_ds
 from benchmarks.emulated_times import LAYERS, EmulatedModel, EmulatedTimes
-from benchmarks.worker import leave
 from dflop_ds import flops
 from dflop_ds.data.layout import PackedLayout, bin_tag
 from dflop_ds.data.probed import ProbedDataset
 from dflop_ds.models.layers import LayerPlan, PipelineLayer
+from dflop_ds.runtime.distributed import leave
 from dflop_ds.runtime.module import DflopPipelineModule
+from dflop_ds.runtime.shared_memory import forget_segment_names
 from dflop_ds.runtime.telemetry import Telemetry
 from dflop_ds.shapes import ShapeTable
 
@@ -54,6 +55,7 @@ def main() -> None:
     dist.barrier()
     for run in runs:
         run.engine.destroy()
+    forget_segment_names()
     leave()
 
 

@@ -21,8 +21,9 @@ from benchmarks.hf_data import (
     build_model,
     tiny_llava,
 )
-from benchmarks.worker import leave
 from dflop_ds.integrations.hf_trainer import DflopCallback
+from dflop_ds.runtime.distributed import leave
+from dflop_ds.runtime.shared_memory import forget_segment_names
 
 COLLATORS = {"padded": PaddedCollator, "packed": PackedCollator}
 SAMPLING = {"group_by_length": "group_by_length", "batch_rebalance": "batch_rebalance"}
@@ -101,6 +102,7 @@ def main() -> None:
                 times[collator][strategy] += run(spec, dataset, collator, strategy, cost)
     rank = int(os.environ["RANK"])
     (Path(spec["out"]) / f"rank{rank}.json").write_text(json.dumps(times))
+    forget_segment_names()
     leave()
 
 

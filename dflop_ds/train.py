@@ -7,8 +7,6 @@ import contextlib
 import json
 import logging
 import math
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +15,9 @@ from typing import Any, NoReturn
 import deepspeed
 from deepspeed import comm as dist
 
-from dflop_ds.config import DflopConfig, load_ds_config, parse_dflop, require_optimizer
+from dflop_ds.config import DflopConfig, TrainConfig, load_ds_config, parse_dflop, require_optimizer
 from dflop_ds.errors import ConfigError, DflopError
-from dflop_ds.runtime import distributed
+from dflop_ds.runtime import compat, distributed
 from dflop_ds.runtime.adapter import save_adapter
 from dflop_ds.runtime.export import export_engine
 from dflop_ds.runtime.initialize import initialize
@@ -52,7 +50,7 @@ def train(args: argparse.Namespace) -> None:
     require_supported_deepspeed()
     ds_config = load_ds_config(args.deepspeed_config or "")
     config = parse_dflop(ds_config)
-    require_optimizer(ds_config)
+    require_optimizer(ds_config, compat.optimizer_names())
     distributed.start()
     setup = prepare(ds_config, config)
     engine, _, _, _ = initialize(
@@ -109,14 +107,18 @@ def run_steps(engine: Any, setup: Setup, config: DflopConfig) -> None:
             start_s = time.perf_counter()
             loss = float(engine.train_batch())
             line = {"step": step, "loss": loss, "step_time_s": time.perf_counter() - start_s}
-            if due(config.train.eval_every, step) and setup.eval_dataset is not None and config.enabled:
-                line["eval_loss"] = engine.evaluate(setup.eval_dataset)
+            stopping = config.enabled and engine.stopping
+            evaluating = config.enabled and not stopping and due(config.train.eval_every, step)
+            if evaluating and setup.eval_dataset is not None:
+                eval_loss = engine.evaluate(setup.eval_dataset)
+                stopping = engine.stopping
+                if not stopping:
+                    line["eval_loss"] = eval_loss
             if dist.get_rank() == 0:
                 metrics.append(line)
                 if step % config.train.log_every == 0:
                     logger.info("%d steps: %s", num_steps, " ".join(f"{k} {v:.6g}" for k, v in line.items()))
-            stopping = config.enabled and engine.stopping
-            if due(config.train.save_every, step) or (stopping and config.train.save_on_stop):
+            if must_save(config.train, step, step == num_steps, stopping):
                 engine.save_checkpoint(_checkpoint_dir(config))
             if stopping:
                 logger.info("rank %d: stopped after step %d of %d", dist.get_rank(), step, num_steps)
@@ -159,6 +161,12 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
+def must_save(train: TrainConfig, step: int, is_last: bool, stopping: bool) -> bool:
+    """Whether a checkpoint is saved after a step: when one is due, after the last one, and on the way out."""
+    wanted = train.save_every is not None and (is_last or due(train.save_every, step))
+    return wanted or (stopping and train.save_on_stop)
+
+
 def total_steps(config: DflopConfig, num_samples: int, batch_size: int) -> int:
     """Optimizer steps to train."""
     if config.train.num_steps is not None:
@@ -171,18 +179,8 @@ def total_steps(config: DflopConfig, num_samples: int, batch_size: int) -> int:
 
 
 def run() -> NoReturn:
-    """Leave the process with the exit code of :func:`main`.
-
-    After an error other ranks may be gone already, so nothing is said goodbye to: the launcher
-    ends the ranks that are left.
-    """
-    code = main()
-    if code == 0 and dist.is_initialized():
-        dist.destroy_process_group()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """Leave the process with the exit code of :func:`main`."""
+    distributed.leave(main())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -210,18 +211,30 @@ def validate_for_pipeline(ds_config: dict[str, Any]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def require_optimizer(ds_config: dict[str, Any]) -> None:
-    """Make sure that the configuration names an optimizer, as the training entry point has no other.
+def require_optimizer(ds_config: dict[str, Any], known: Collection[str]) -> None:
+    """Make sure that the configuration names an optimizer that can train a pipeline.
+
+    Parameters
+    ----------
+    ds_config : dict
+        A whole DeepSpeed configuration.
+    known : collection of str
+        Names that there are: DeepSpeed's in lower case, of which any spelling will do, and those of torch.
 
     Raises
     ------
     ConfigError
     """
     kind = _block(ds_config, "optimizer").get("type")
-    if not isinstance(kind, str) or not kind:
+    if not isinstance(kind, str) or not {kind, kind.lower()} & set(known):
         raise ConfigError(
             f"optimizer.type must name an optimizer of DeepSpeed or torch, found {kind!r}. "
-            'Add {"type": "AdamW", "params": {"lr": 1e-5}}.'
+            f'Add {{"type": "AdamW", "params": {{"lr": 1e-5}}}}, or another of {", ".join(sorted(known))}.'
+        )
+    if zero_stage(ds_config) not in plannable_zero_stages(ds_config):
+        raise ConfigError(
+            f"optimizer.type must be one of {', '.join(_ZERO_OPTIMIZERS)} with ZeRO 1, found {kind!r}. "
+            'Change it, or set "zero_allow_untested_optimizer": true.'
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -163,6 +163,13 @@ def make_engine(
     if configure_gc is not None:
         configure_gc()
     return engine
+
+
+def optimizer_names() -> set[str]:
+    """Values of ``optimizer.type`` that DeepSpeed can build for a pipeline in bf16 or fp32."""
+    built = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    # LAMB needs the loss scale of fp16, L-BFGS a closure, SparseAdam sparse gradients.
+    return (built | set(DEEPSPEED_OPTIMIZERS)) - {"Optimizer", "lamb", "LBFGS", "SparseAdam"}
 
 
 def process_group_store() -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -35,6 +36,25 @@ def start(**options: Any) -> None:
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), **options)
     if "LOCAL_RANK" in os.environ:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this rank without the teardown of the interpreter, which may race with torch's threads.
+
+    After an error other ranks may be gone already, so nothing is said goodbye to: the launcher ends the
+    ranks that are left.
+
+    Parameters
+    ----------
+    code : int
+        Exit code; 0 is success.
+    """
+    if code == 0 and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def device() -> torch.device:

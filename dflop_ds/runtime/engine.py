@@ -180,6 +180,8 @@ class DflopPipelineEngine(PipelineEngine):
     def evaluate(self, dataset: ProbedDataset, max_batches: int | None = None) -> float:
         """Mean loss over a data set; may be called between training steps.
 
+        Where an end is asked for meanwhile (:attr:`stopping`), the rest of the data set is left out.
+
         Parameters
         ----------
         dataset : ProbedDataset

@@ -23,8 +23,8 @@ from dflop_ds.scheduling.planner import StepPlanner
 def evaluate(engine: PipelineEngine, dataset: ProbedDataset, *, max_batches: int | None = None) -> float:
     """Mean loss over the supervised tokens (or samples) of a probed data set; NaN if it has none.
 
-    Every rank derives the same plans from the shapes, so nothing is communicated beside the
-    activations. The number of microbatches may differ from training; its hard limits hold.
+    Every rank derives the same plans from the shapes, so beside the activations only a wish to stop is
+    communicated. The number of microbatches may differ from training; its hard limits hold.
 
     Parameters
     ----------
@@ -55,8 +55,10 @@ def evaluate(engine: PipelineEngine, dataset: ProbedDataset, *, max_batches: int
         num_batches = min(num_batches, max_batches)
     replica = engine.grid.get_data_parallel_rank()
     view = dataset if engine.is_first_stage() else dataset.without_media()
-    total, num_terms = 0.0, 0
+    total, num_terms, stopping = 0.0, 0, engine.stopping
     for step in range(num_batches):
+        if not stopping and engine.feed.agree_to_stop():
+            break
         plan = planner.plan(step).plan
         batches = _microbatches(plan, replica, view, engine.collate_fn)
         loss = engine.eval_batch(batches, num_micro_batches=plan.num_microbatches)

@@ -129,6 +129,11 @@ class PlanFeed:
         self._fill()
         self.stats.exposed_s += time.perf_counter() - start_s
 
+    def agree_to_stop(self) -> bool:
+        """Learn between two steps whether to stop; a collective call."""
+        self.stopping = self.stop.agree() or self.stopping
+        return self.stopping
+
     def go_to(self, step: int, plans: Sequence[StepPlan]) -> None:
         """Go on from another step.
 

@@ -19,6 +19,7 @@ from dflop_ds.config import (
     DflopConfig,
     load_ds_config,
     parse_dflop,
+    require_optimizer,
     validate_for_pipeline,
     with_fp32_accumulation,
 )
@@ -85,9 +86,7 @@ def initialize(
         On every rank, before any training collective.
     """
     require_supported_deepspeed()
-    source = _config_source(args, config, config_params)
-    ds_config = load_ds_config(source)
-    dflop = parse_dflop(ds_config)
+    ds_config = load_ds_config(_config_source(args, config, config_params))
     passed_on = {
         "optimizer": optimizer,
         "model_parameters": model_parameters,
@@ -95,6 +94,7 @@ def initialize(
         "collate_fn": collate_fn,
         "dist_init_required": dist_init_required,
     }
+    dflop = parse_dflop(ds_config)
     if not dflop.enabled:
         return deepspeed.initialize(
             args=None if config is None and config_params is None else args,
@@ -108,26 +108,33 @@ def initialize(
         )
     distributed.start(distributed_port=distributed_port, dist_init_required=dist_init_required)
     forget_segment_names()
-    distributed.together(lambda: _check(ds_config, model, training_data, collate_fn, mpu))
+    distributed.together(lambda: _check(ds_config, model, optimizer, training_data, collate_fn, mpu))
+    engine = _build_engine(ds_config, dflop, model, training_data, args=args, **passed_on)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _build_engine(
+    ds_config: dict[str, Any], config: DflopConfig, model: Any, dataset: Any, **passed_on: Any
+) -> Any:
+    """The engine of checked arguments; a collective call."""
     data_plan = None
-    if training_data is not None:
-        data_plan = distributed.together(lambda: make_data_plan(ds_config, dflop, model, training_data))
+    if dataset is not None:
+        data_plan = distributed.together(lambda: make_data_plan(ds_config, config, model, dataset))
     engine_config = with_fp32_accumulation(ds_config)
     finetuning = getattr(model, "finetuning", None)
     if finetuning is not None and finetuning.groups:
+        optimizer, parameters = passed_on["optimizer"], passed_on["model_parameters"]
         passed_on["model_parameters"], engine_config = distributed.together(
-            lambda: with_groups(engine_config, model, optimizer, model_parameters)
+            lambda: with_groups(engine_config, model, optimizer, parameters)
         )
-    engine = compat.make_engine(
+    return compat.make_engine(
         DflopPipelineEngine,
         engine_config,
-        args=args,
         model=model,
-        training_data=training_data,
+        training_data=dataset,
         data_plan=data_plan,
         **passed_on,
     )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def make_data_plan(
@@ -187,9 +194,13 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return found[0]
 
 
-def _check(ds_config: dict[str, Any], model: Any, training_data: Any, collate_fn: Any, mpu: Any) -> None:
+def _check(
+    ds_config: dict[str, Any], model: Any, optimizer: Any, training_data: Any, collate_fn: Any, mpu: Any
+) -> None:
     """What must hold on every rank before the engine is built."""
     validate_for_pipeline(ds_config)
+    if optimizer is None and ds_config.get("optimizer") is not None:
+        require_optimizer(ds_config, compat.optimizer_names())
     if mpu is not None:
         raise ConfigError(
             "mpu must be None with a pipeline module, found one; the module brings its own grid."

@@ -8,9 +8,10 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from deepspeed import comm as dist
 
-from dflop_ds.runtime import compat
+from dflop_ds.runtime import compat, distributed
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,13 @@ class StopRequest:
         """Whether any rank is known to want an end (rank 0)."""
         if not self.requested and dist.get_world_size() > 1:
             self.requested = bool(compat.process_group_store().check([_KEY]))
+        return self.requested
+
+    def agree(self) -> bool:
+        """Whether any rank wants an end by now; a collective call, for work without plans."""
+        wish = torch.tensor([self.requested], dtype=torch.int64, device=distributed.device())
+        dist.all_reduce(wish, op=dist.ReduceOp.MAX)
+        self.requested = bool(wish.item())
         return self.requested
 
 

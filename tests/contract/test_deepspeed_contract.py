@@ -329,6 +329,20 @@ def test_checkpoints_are_written_at_once_by_default() -> None:
     assert TorchCheckpointEngine().is_decoupled() is False
 
 
+def test_checkpoints_are_written_by_the_writer_of_the_engine() -> None:
+    assert list(inspect.signature(TorchCheckpointEngine.save).parameters) == ["self", "state_dict", "path"]
+    assert "self.checkpoint_engine =" in inspect.getsource(DeepSpeedEngine)
+    for method in (DeepSpeedEngine._save_checkpoint, DeepSpeedEngine._save_zero_checkpoint):
+        assert "self.checkpoint_engine.save(" in inspect.getsource(method)
+    assert "checkpoint_engine=self.checkpoint_engine" in inspect.getsource(PipelineEngine.module_state_dict)
+
+
+def test_names_of_optimizers() -> None:
+    assert {"adam", "adamw", "lion", "SGD"} <= compat.optimizer_names()
+    source = inspect.getsource(DeepSpeedEngine._configure_basic_optimizer)
+    assert "getattr(torch.optim, self.optimizer_name())" in source
+
+
 def test_the_store_of_the_process_group(tmp_path: Any) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -65,6 +65,7 @@ def test_pipeline_with_evaluation_and_checkpoint(
     assert first["evals"][-1] == pytest.approx(reference["evals"][1], rel=1e-4)
     assert last["evals"] == first["evals"]
     for rank in (first, last):
+        assert rank["stopped"] == [True, True], "one rank was told to stop before an evaluation"
         assert rank["moved"] > 1e-4
         assert rank["restored"] == 0.0
     # Rank 0 also times one layer of each of the seven kinds; nobody builds another stage's layers.

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -20,14 +20,6 @@ def report(arguments: dict[str, Any], content: dict[str, Any]) -> None:
     """Hand a result back to the test."""
     path = Path(arguments["out"]) / f"rank{os.environ['RANK']}.json"
     path.write_text(json.dumps(content))
-
-
-def leave() -> NoReturn:
-    """End this worker without the teardown of the interpreter, which may race with torch's threads."""
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def ds_config(

@@ -298,8 +298,17 @@ def test_bf16_gradients_are_summed_in_fp32_unless_asked_otherwise():
     assert "zero_allow_untested_optimizer" not in zero
 
 
-@pytest.mark.parametrize("optimizer", [None, {}, {"type": None}, {"type": ""}])
+@pytest.mark.parametrize("optimizer", [None, {}, {"type": None}, {"type": ""}, {"type": "Adan"}])
 def test_the_entry_point_needs_an_optimizer(optimizer):
-    with pytest.raises(ConfigError, match=r"optimizer\.type must name an optimizer"):
-        require_optimizer({"optimizer": optimizer})
-    require_optimizer({"optimizer": {"type": "AdamW"}})
+    known = {"adamw", "SGD"}
+    with pytest.raises(ConfigError, match=r"optimizer\.type must name .* or another of SGD, adamw\."):
+        require_optimizer({"optimizer": optimizer}, known)
+    for name in ("AdamW", "adamw", "SGD"):
+        require_optimizer({"optimizer": {"type": name}}, known)
+
+
+def test_zero_1_takes_optimizers_of_a_list():
+    config = {"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
+    with pytest.raises(ConfigError, match=r"must be one of adam, .* with ZeRO 1, found 'SGD'"):
+        require_optimizer(config, {"SGD"})
+    require_optimizer({**config, "zero_allow_untested_optimizer": True}, {"SGD"})

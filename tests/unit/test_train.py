@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflop_ds.config import DflopConfig
-from dflop_ds.train import MetricsFile, due, total_steps
+from dflop_ds.train import MetricsFile, due, must_save, total_steps
 
 
 def _config(tail: str = "partial", **train: Any) -> DflopConfig:
@@ -51,6 +51,21 @@ def test_given_steps_are_taken() -> None:
 )
 def test_due(every: int | None, expected: list[int]) -> None:
     assert [step for step in range(1, 7) if due(every, step)] == expected
+
+
+@pytest.mark.parametrize(
+    ("train", "stopping", "expected"),
+    [
+        ({"save_every": 2}, False, [2, 4, 5]),
+        ({"save_every": 9}, False, [5]),
+        ({}, False, []),
+        ({}, True, [1, 2, 3, 4, 5]),
+        ({"save_every": 2, "save_on_stop": False}, True, [2, 4, 5]),
+    ],
+)
+def test_checkpoints_are_saved(train: dict[str, Any], stopping: bool, expected: list[int]) -> None:
+    block = _config(**train).train
+    assert [step for step in range(1, 6) if must_save(block, step, step == 5, stopping)] == expected
 
 
 def test_metrics_are_complete_lines_after_every_step(tmp_path: Path) -> None:

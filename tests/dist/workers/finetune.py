@@ -6,7 +6,8 @@ import os
 import numpy as np
 from deepspeed.runtime.pipe import p2p
 
-from tests.support.training import keep_gradients, leave, report, start, worker_arguments
+from dflop_ds.runtime.distributed import leave
+from tests.support.training import keep_gradients, report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])

@@ -4,7 +4,8 @@ import os
 
 import numpy as np
 
-from tests.support.training import keep_gradients, leave, report, start, worker_arguments
+from dflop_ds.runtime.distributed import leave
+from tests.support.training import keep_gradients, report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.hf_data import IGNORED, SyntheticSamples
 from dflop_ds.integrations.hf_trainer import DflopCallback
+from dflop_ds.runtime.distributed import leave
 from tests.support.hf import build, make_samples, make_trainer
-from tests.support.training import leave
 
 
 def supervised(batch):

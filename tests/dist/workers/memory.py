@@ -4,8 +4,9 @@ import gc
 
 import torch
 
+from dflop_ds.runtime.distributed import leave
 from tests.support.live_bytes import LiveBytes
-from tests.support.training import leave, report, start, worker_arguments
+from tests.support.training import report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])

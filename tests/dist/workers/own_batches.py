@@ -4,7 +4,8 @@ import glob
 import multiprocessing
 import os
 
-from tests.support.training import leave, report, start, worker_arguments
+from dflop_ds.runtime.distributed import leave
+from tests.support.training import report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])

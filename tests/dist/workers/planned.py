@@ -1,7 +1,8 @@
 """Trains with a configuration that `dflop-ds plan` wrote, and reports what the engine made of it."""
 
 from dflop_ds.config import load_ds_config
-from tests.support.training import leave, report, start, worker_arguments
+from dflop_ds.runtime.distributed import leave
+from tests.support.training import report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(load_ds_config(arguments["plan"]))

@@ -5,8 +5,9 @@ import os
 import numpy as np
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from dflop_ds.runtime.distributed import leave
 from dflop_ds.runtime.export import export_engine
-from tests.support.training import leave, report, start, worker_arguments
+from tests.support.training import report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])

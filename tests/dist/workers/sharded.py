@@ -16,7 +16,7 @@ from dflop_ds.data.dataset import from_pretrained_dir
 from dflop_ds.models.llava_onevision import pipeline_layers
 from dflop_ds.profiling.tensor_parallel import TensorParallelGroup
 from dflop_ds.runtime import distributed
-from tests.support.training import leave
+from dflop_ds.runtime.distributed import leave
 
 arguments = json.loads(sys.argv[1])
 out = Path(arguments["out"])

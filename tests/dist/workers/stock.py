@@ -6,7 +6,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import dflop_ds
 from dflop_ds.config import parse_dflop
-from tests.support.training import leave, report, worker_arguments
+from dflop_ds.runtime.distributed import leave
+from tests.support.training import report, worker_arguments
 
 arguments = worker_arguments()
 config = arguments["config"]

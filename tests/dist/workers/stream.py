@@ -1,6 +1,7 @@
 """Steps over a stream: plans by sample id, losses; saves in between, or goes on from what was saved."""
 
-from tests.support.training import leave, report, start, worker_arguments
+from dflop_ds.runtime.distributed import leave
+from tests.support.training import report, start, worker_arguments
 
 arguments = worker_arguments()
 engine, setup = start(arguments["config"])

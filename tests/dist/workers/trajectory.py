@@ -1,13 +1,15 @@
 """Several training steps: losses, plans, evaluations and how often the overrides ran."""
 
 import collections
+import math
 import zlib
 
 import torch
 
 from dflop_ds.models.layers import PipelineLayer
 from dflop_ds.runtime import compat
-from tests.support.training import leave, report, start, worker_arguments
+from dflop_ds.runtime.distributed import leave
+from tests.support.training import report, start, worker_arguments
 
 arguments = worker_arguments()
 calls: collections.Counter[str] = collections.Counter()
@@ -63,6 +65,10 @@ if arguments.get("checkpoint"):
         float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters()
     )
 result["calls"] = dict(calls)
+if arguments.get("evaluate"):
+    if engine.global_rank == 1:
+        engine.request_stop()
+    result["stopped"] = [math.isnan(engine.evaluate(setup.dataset)), engine.stopping]
 result["num_built"], result["parts"] = num_built, [int(part) for part in engine.module.parts]
 result["dtype"] = str(next(engine.module.parameters()).dtype)
 report(arguments, result)

@@ -44,6 +44,7 @@ def _checked(**changes: Any) -> None:
     arguments: dict[str, Any] = {
         "ds_config": {"train_batch_size": 4, "zero_optimization": {"stage": 1}},
         "model": _Stage(),
+        "optimizer": None,
         "training_data": _probed(),
         "collate_fn": list,
         "mpu": None,
@@ -66,6 +67,16 @@ def test_another_model_is_refused_by_its_type(model: Any) -> None:
 def test_a_stage_with_nothing_to_train_is_named() -> None:
     with pytest.raises(ConfigError, match="trainable parameter, stage 3 has none"):
         _checked(model=_Stage(trainable=False))
+
+
+def test_an_optimizer_that_nobody_has_is_named() -> None:
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adamm"}}
+    for kind in ("Lamb", "LBFGS", "Adamm"):
+        with pytest.raises(ConfigError, match=f"found '{kind}'.* SGD, .* adamw"):
+            _checked(ds_config={**config, "optimizer": {"type": kind}})
+    for kind in ("AdamW", "adam", "SGD", "RMSprop"):
+        _checked(ds_config={**config, "optimizer": {"type": kind}})
+    _checked(ds_config=config, optimizer=torch.optim.SGD([torch.zeros(1)]))
 
 
 def test_data_without_shapes_are_refused() -> None:
