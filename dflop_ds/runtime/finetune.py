@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan], seed: in
     Raises
     ------
     ConfigError
-        If a pattern matches nothing, or nothing is left to train.
+        If a pattern matches nothing, a group gets no parameter, or nothing is left to train.
     """
     if config == FinetuneConfig():
         return None
@@ -87,7 +87,20 @@ def plan_finetuning(config: FinetuneConfig, plans: Sequence[LayerPlan], seed: in
         )
         for number, group in enumerate(config.param_groups)
     )
+    _require_used(groups, frozen)
     return Finetuning(frozen, _layer_states(weights, len(plans), frozen, config), groups, adapters)
+
+
+def _require_used(groups: Iterable[tuple[frozenset[str], dict[str, float]]], frozen: frozenset[str]) -> None:
+    """Make sure that every group has a trained parameter that no earlier group has."""
+    taken = set(frozen)
+    for number, (members, _) in enumerate(groups):
+        if members <= taken:
+            raise ConfigError(
+                f"{GROUPS_KEY}[{number}] must have a parameter of its own, found all that it matches frozen "
+                "or in earlier groups. Put it before them, or remove it."
+            )
+        taken |= members
 
 
 def _constants(layers: Sequence[PipelineLayer]) -> frozenset[str]:

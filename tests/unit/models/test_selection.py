@@ -129,3 +129,16 @@ def test_groups_are_resolved_in_order(plans: Any) -> None:
     with pytest.raises(ConfigError, match=r"param_groups\[0\].match.*'decoder'"):
         plan_finetuning(FinetuneConfig(param_groups=[ParamGroup(match=["decoder"], lr=1.0)]), plans)
     assert plan_finetuning(FinetuneConfig(), plans) is None
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"param_groups": [ParamGroup(match=["projector"], lr=1.0)], "freeze": ["projector"]},
+        {"param_groups": [ParamGroup(match=["*"], lr=1.0), ParamGroup(match=["*.bias"], lr=2.0)]},
+    ],
+)
+def test_a_group_that_would_get_nothing_is_named(block: dict[str, Any], plans: Any) -> None:
+    number = len(block["param_groups"]) - 1
+    with pytest.raises(ConfigError, match=rf"param_groups\[{number}\] must have a parameter of its own"):
+        plan_finetuning(FinetuneConfig(**block), plans)
