@@ -11,7 +11,8 @@ import torch
 
 from dflop_ds.errors import ConfigError, EnvironmentProblem, ModelError
 from dflop_ds.runtime.checkpoint import _FailsLater, _require_same_run, _write_own_files
-from dflop_ds.runtime.saved import SavedCheckpoint
+from dflop_ds.runtime.optimizer_state import restore
+from dflop_ds.runtime.saved import SavedCheckpoint, SavedParameter
 from tests.support.checkpoints import write_checkpoint
 
 
@@ -63,6 +64,19 @@ def test_another_optimizer_is_refused_unless_its_state_is_not_wanted(tmp_path: P
     with pytest.raises(ConfigError, match="found SGD instead of AdamW; change it back"):
         check(tmp_path / "with", run)
     check(tmp_path / "without", run, with_optimizer=False)
+
+
+@pytest.mark.parametrize(("keep_rates", "rate"), [(False, 0.1), (True, 0.5)])
+def test_a_new_schedule_keeps_its_rate(keep_rates: bool, rate: float) -> None:
+    module = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    run = SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=object())
+    state = {"momentum_buffer": torch.ones(2)}
+    known = SavedParameter(None, state, {"lr": 0.1, "weight_decay": 0.3})
+    restore(run, SimpleNamespace(parameter=lambda name: known), keep_rates=keep_rates)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (rate, 0.3)
+    assert optimizer.state[module.weight]["momentum_buffer"].tolist() == [[1.0, 1.0]]
 
 
 def test_a_rank_that_cannot_write_says_so_after_all_have_written(tmp_path: Path) -> None:
