@@ -231,7 +231,7 @@ def require_optimizer(ds_config: dict[str, Any], known: Collection[str]) -> None
             f"optimizer.type must name an optimizer of DeepSpeed or torch, found {kind!r}. "
             f'Add {{"type": "AdamW", "params": {{"lr": 1e-5}}}}, or another of {", ".join(sorted(known))}.'
         )
-    if zero_stage(ds_config) not in plannable_zero_stages(ds_config):
+    if zero_stage(ds_config) == 1 and 1 not in plannable_zero_stages(ds_config):
         raise ConfigError(
             f"optimizer.type must be one of {', '.join(_ZERO_OPTIMIZERS)} with ZeRO 1, found {kind!r}. "
             'Change it, or set "zero_allow_untested_optimizer": true.'
