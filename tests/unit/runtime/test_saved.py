@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflop_ds.errors import EnvironmentProblem, ModelError
 from dflop_ds.runtime.checkpoint_folder import find, forget_unfinished, naming_folder
