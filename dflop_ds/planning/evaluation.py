@@ -196,12 +196,17 @@ class Evaluator:
             per_bin = layout.llm.data * count * self.workload.num_batches
             means = [times.sum(axis=(0, 1)) / per_bin * _speed(layout) for times in (forward_s, backward_s)]
             weights = ramp_weights(means[0].tolist(), means[1].tolist(), count)
-        found = []
-        for tried in dict.fromkeys((flat, weights)):
-            bins = self._assign(layout, forward_s[0], backward_s[0], tried).bin_of()
-            found.append((_makespan_s(layout, bins, forward_s[0], backward_s[0]), tried, bins))
-        _, best, bins = min(found, key=lambda each: each[0])
-        return best, bins
+        assigned = {
+            tried: self._assign(layout, forward_s[0], backward_s[0], tried).bin_of()
+            for tried in dict.fromkeys((flat, weights))
+        }
+        if len(assigned) == 1:
+            return flat, assigned[flat]
+        times_s = {
+            tried: _makespan_s(layout, bins, forward_s[0], backward_s[0]) for tried, bins in assigned.items()
+        }
+        best = min(times_s, key=lambda tried: times_s[tried])
+        return best, assigned[best]
 
     def _assign(
         self, layout: Layout, forward_s: FloatArray, backward_s: FloatArray, weights: tuple[float, ...]

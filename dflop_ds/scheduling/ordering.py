@@ -85,9 +85,21 @@ def order_bins(
             f"found {len(assignment.bins)}. Give the counts of the problem that was solved."
         )
     bins = _Bins(_bin_times_s(assignment, forward_s), _bin_times_s(assignment, backward_s))
+    if bins.forward_s.shape != bins.backward_s.shape:
+        raise SchedulingError(
+            "forward_s and backward_s must have the same shape, found "
+            f"{np.shape(forward_s)} and {np.shape(backward_s)}. Give one number per sample and stage."
+        )
     given = np.arange(num_bins).reshape(num_replicas, num_microbatches)
-    original_s = float(bins.makespans_s(given).max())
-    starts = [_best_candidates(bins, replicas) for replicas in (given, _even_replicas(bins, given.shape))]
+    both = np.concatenate([given, _even_replicas(bins, given.shape)])
+    candidates = _simple_orders(bins, both)
+    candidates_s = bins.makespans_s(candidates)
+    original_s = float(candidates_s[0, :num_replicas].max())
+    best, rows = candidates_s.argmin(axis=0), np.arange(len(both))
+    starts = [
+        (candidates[best[half], half], candidates_s[best[half], half])
+        for half in (rows[:num_replicas], rows[num_replicas:])
+    ]
     orders, makespans_s = min(starts, key=lambda start: (start[1].max(), start[1].sum()))
     orders, makespans_s = _swap_descent(bins, orders, makespans_s, max_rounds)
     if makespans_s.max() >= original_s * (1.0 - _RELATIVE_GAIN):
@@ -146,16 +158,13 @@ def _even_replicas(bins: _Bins, shape: tuple[int, int]) -> IntArray:
     return result
 
 
-def _best_candidates(bins: _Bins, replicas: IntArray) -> tuple[IntArray, FloatArray]:
-    """Best simple order of each replica, and its makespan."""
+def _simple_orders(bins: _Bins, replicas: IntArray) -> IntArray:
+    """Orders of each replica's bins, shape (4, num_rows, num_microbatches); the first is as given."""
     num_microbatches = replicas.shape[1]
     rank = np.argsort(bins.total_s.max(axis=1)[replicas], axis=1, kind="stable")
     ascending = np.take_along_axis(replicas, rank, axis=1)
     both_ends = np.concatenate([np.arange(0, num_microbatches, 2), np.arange(1, num_microbatches, 2)[::-1]])
-    candidates = np.stack([replicas, ascending, ascending[:, ::-1], ascending[:, both_ends]])
-    makespans_s = bins.makespans_s(candidates)
-    best, rows = makespans_s.argmin(axis=0), np.arange(len(replicas))
-    return candidates[best, rows], makespans_s[best, rows]
+    return np.stack([replicas, ascending, ascending[:, ::-1], ascending[:, both_ends]])
 
 
 def _swap_positions(num_microbatches: int) -> IntArray:
