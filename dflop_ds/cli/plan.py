@@ -36,18 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG", help="DeepSpeed configuration with a dflop block")
     add("--gpus", type=whole_number(1), required=True, metavar="N", help="GPUs to plan for")
-    add("--shapes", type=Path, required=True, metavar="FILE", help="of `dflop-ds profile data`")
+    add("--shapes", type=Path, required=True, metavar="FILE", help="from `dflop-ds profile data`")
     add(
         "--profile",
         type=Path,
         nargs="+",
         default=[],
         metavar="FILE",
-        help="of `dflop-ds profile model`, one for each tensor degree; default: the data sheet",
+        help="from `dflop-ds profile model`, one for each tensor degree; default: the data sheet of H",
     )
-    add("--hardware", default="a100-80g", metavar="H", help=f"{', '.join(PRESETS)} or a JSON file")
-    add("--gpu-memory-gb", type=float, metavar="GB", help="default: of the hardware")
-    add("--headroom", type=float, default=0.1, metavar="SHARE", help="memory left free; default: 0.1")
+    add(
+        "--hardware",
+        default="a100-80g",
+        metavar="H",
+        help=f"{', '.join(PRESETS)} or a JSON file; default: a100-80g",
+    )
+    add("--gpu-memory-gb", type=float, metavar="GB", help="memory of a GPU; default: of the hardware")
+    add("--headroom", type=float, default=0.1, metavar="SHARE", help="share of it left free; default: 0.1")
     add("--batch-size", type=whole_number(1), metavar="N", help="default: train_batch_size of CONFIG")
     add(
         "--layouts",
