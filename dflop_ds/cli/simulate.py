@@ -158,19 +158,14 @@ def _communication(
     arguments: argparse.Namespace, setting: TrainingSetting, num_trained: FloatArray
 ) -> tuple[list[Link], StepEnd]:
     """Links between the stages, and what follows the last backward; no time without a description."""
-    num_stages, replicas = len(num_trained), setting.data_parallel_size
+    num_stages = len(num_trained)
     links, end = [Link()] * (num_stages - 1), StepEnd()
     if arguments.hardware is not None:
         hardware = load_hardware(arguments.hardware)
-        degrees = Degrees(1, num_stages, replicas)
+        degrees = Degrees(1, num_stages, setting.data_parallel_size)
         layout = Layout(None, degrees, 1, setting.activation_checkpointing, setting.zero_stage)
         links = communication.stage_links(hardware, layout)
-        ones, data = np.ones(num_stages, dtype=np.int64), np.full(num_stages, replicas)
-        stages = np.full(num_stages, setting.zero_stage)
-        end = StepEnd(
-            reduce_s=communication.reduce_s(hardware, ones, data, num_trained * setting.value_bytes),
-            optimizer_s=communication.optimizer_s(hardware, num_trained, data, stages),
-        )
+        end = communication.step_end(hardware, layout, num_trained, setting.value_bytes)
     given = {}
     if arguments.latency_us is not None:
         given["latency_s"] = 1e-6 * arguments.latency_us

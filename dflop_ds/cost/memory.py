@@ -114,11 +114,15 @@ class StageMemory:
     communication_bytes: float
 
     @property
+    def state_bytes(self) -> float:
+        """Weights, gradients and optimizer state: what lasts from step to step."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
     def total_bytes(self) -> float:
         """Sum of all parts; of backward (with recomputation) and logits, which never coincide, the larger."""
-        lasting = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         passing = max(self.recompute_bytes + self.backward_bytes, self.logits_bytes)
-        return float(lasting + self.activations_bytes + passing + self.communication_bytes)
+        return float(self.state_bytes + self.activations_bytes + passing + self.communication_bytes)
 
 
 class MemoryModel:

@@ -31,14 +31,12 @@ def oversized_rows(workload: Workload, plan: Evaluation, limit_bytes: float) -> 
     every = MicrobatchFeatures.from_shapes(workload.table)
     edges = [0, *itertools.accumulate(plan.sizes)]
     layout = plan.layout
-    encoder_stages = layout.encoder.pipeline if layout.encoder else 0
     for stage, (first, last) in enumerate(itertools.pairwise(edges)):
-        degrees = layout.encoder if layout.encoder and stage < encoder_stages else layout.llm
+        degrees = layout.stage_degrees[stage]
         own = _kept_bytes(workload, workload.layers[first:last], every, layout.activation_checkpointing)
         in_flight = min(len(plan.sizes) - stage, layout.num_microbatches)
         mean = float(own.sum()) / len(own) * workload.batch_size / (degrees.data * layout.num_microbatches)
-        memory = plan.memory[stage]
-        state = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        state = plan.memory[stage].state_bytes
         need = np.maximum(need, state + (own + (in_flight - 1) * mean) / degrees.tensor)
     rows = np.flatnonzero(need > limit_bytes)
     return rows[np.argsort(-need[rows], kind="stable")]

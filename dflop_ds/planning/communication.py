@@ -19,6 +19,7 @@ import numpy.typing as npt
 from dflop_ds.planning.hardware import Hardware
 from dflop_ds.planning.layout import Degrees, Layout
 from dflop_ds.simulation.network import Link, ring_all_reduce_s, ring_link
+from dflop_ds.simulation.work import StepEnd
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -69,6 +70,28 @@ def optimizer_s(
     """Seconds of Adam on the parameters of one rank; with ZeRO-1 every replica steps its share."""
     share = np.where(zero_stage == 1, data, 1)
     return num_parameters / share * (_ADAM_BYTES / hardware.memory_bytes_per_s)
+
+
+def step_end(hardware: Hardware, layout: Layout, num_trained: FloatArray, value_bytes: int) -> StepEnd:
+    """What follows the last backward: the reduction and the optimizer step of every stage.
+
+    Parameters
+    ----------
+    hardware : Hardware
+    layout : Layout
+    num_trained : ndarray, shape (num_stages,)
+        Trained parameters of every stage, before they are divided by its tensor degree.
+    value_bytes : int
+        Of a gradient.
+    """
+    tensor, data = (
+        np.array([getattr(degrees, name) for degrees in layout.stage_degrees]) for name in ("tensor", "data")
+    )
+    own = num_trained / tensor
+    return StepEnd(
+        reduce_s=reduce_s(hardware, tensor, data, own * value_bytes),
+        optimizer_s=optimizer_s(hardware, own, data, np.full(len(data), layout.zero_stage)),
+    )
 
 
 def stage_links(hardware: Hardware, layout: Layout) -> list[Link]:

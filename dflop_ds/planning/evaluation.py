@@ -22,7 +22,7 @@ from dflop_ds.scheduling.ordering import order_bins
 from dflop_ds.scheduling.problem import Problem
 from dflop_ds.scheduling.ramp import ramp_weights
 from dflop_ds.simulation.step import StepResult, simulate_steps
-from dflop_ds.simulation.work import ModuleWork, Network, StepEnd
+from dflop_ds.simulation.work import ModuleWork, Network
 
 IntArray = npt.NDArray[np.int64]
 
@@ -248,27 +248,20 @@ class Evaluator:
                 for values in (run.forward_s, run.backward_s, output_bytes)
             ]
             works.append(ModuleWork(arrays[0], arrays[1], output_bytes=arrays[2]))
-        counts = self.stages.count_between(np.cumsum([0, *sizes]))
-        all_degrees = [layout.encoder] * cut if layout.encoder else []
-        per_stage = [*all_degrees, *[layout.llm] * layout.llm.pipeline]
-        tensor = np.array([degrees.tensor for degrees in per_stage])
-        data = np.array([degrees.data for degrees in per_stage])
-        own = counts @ self.stages.trained / tensor
-        end = StepEnd(
-            reduce_s=communication.reduce_s(hardware, tensor, data, own * workload.model.value_bytes),
-            optimizer_s=communication.optimizer_s(hardware, own, data, np.full(len(data), layout.zero_stage)),
-        )
+        num_trained = self.stages.count_between(np.cumsum([0, *sizes])) @ self.stages.trained
         links = communication.stage_links(hardware, layout)
-        return simulate_steps(works, network=Network(links, "rendezvous"), end=end)
+        return simulate_steps(
+            works,
+            network=Network(links, "rendezvous"),
+            end=communication.step_end(hardware, layout, num_trained, workload.model.value_bytes),
+        )
 
     def _output_bytes(self, layout: Layout, sizes: tuple[int, ...], run: _Run) -> FloatArray:
         """Bytes that every stage hands on, shape of the times of `run`; the last stage hands on nothing."""
-        workload = self.workload
+        model = self.workload.model
         result = np.zeros_like(run.forward_s)
         for stage, edge in enumerate(itertools.accumulate(sizes[:-1])):
-            sent = workload.model.memory.input_bytes(
-                workload.layers[edge], run.features, workload.model.value_bytes
-            )
+            sent = model.memory.input_bytes(model.layers[edge], run.features, model.value_bytes)
             result[..., stage] = sent.reshape(result.shape[:3])
         return result
 

@@ -67,6 +67,12 @@ class Layout:
         """Pipeline stages that a microbatch passes."""
         return self.llm.pipeline + (self.encoder.pipeline if self.encoder else 0)
 
+    @property
+    def stage_degrees(self) -> list[Degrees]:
+        """Degrees of the part that holds each stage, first stage first."""
+        encoder = [self.encoder] * self.encoder.pipeline if self.encoder else []
+        return [*encoder, *[self.llm] * self.llm.pipeline]
+
     def __str__(self) -> str:
         def text(degrees: Degrees) -> str:
             return f"tp{degrees.tensor} pp{degrees.pipeline} dp{degrees.data}"

@@ -52,9 +52,7 @@ def stage_memories(
     edges = [0, *itertools.accumulate(sizes)]
     stages = [workload.layers[a:b] for a, b in itertools.pairwise(edges)]
     memories = []
-    for index in range(len(stages)):
-        in_encoder = layout.encoder is not None and index < layout.encoder.pipeline
-        degrees = layout.encoder if in_encoder and layout.encoder else layout.llm
+    for index, degrees in enumerate(layout.stage_degrees):
         setting = TrainingSetting(
             workload.model.value_bytes,
             degrees.data,
@@ -62,7 +60,7 @@ def stage_memories(
             layout.activation_checkpointing,
             workload.model.reduce_bucket_values,
         )
-        features = bins.encoder if in_encoder else bins.llm
+        features = bins.encoder if degrees is layout.encoder else bins.llm
         if layout.num_microbatches < len(stages) - index:
             features = _largest(features, layout.num_microbatches)
         training = [workload.training[kind] for kind in stages[index]]

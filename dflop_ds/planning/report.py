@@ -53,8 +53,7 @@ def plan_lines(plan: Evaluation, workload: Workload, limit_bytes: float) -> list
         if stage == _SHOWN_STAGES and len(plan.sizes) > _SHOWN_STAGES + 1:
             lines.append(f"...    {len(plan.sizes) - stage} more stages")
             break
-        state = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
-        kept = memory.total_bytes - state
+        state, kept = memory.state_bytes, memory.total_bytes - memory.state_bytes
         lines.append(
             f"{stage:<7}{size:>8}{memory.total_bytes / 1e9:>8.2f}  {state / 1e9:.2f}, {kept / 1e9:.2f}"
         )
