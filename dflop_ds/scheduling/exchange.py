@@ -1,8 +1,14 @@
-"""Moves and swaps of samples between two bins of a step whose costs need not add up (padding)."""
+"""Moves and swaps of samples between the bins of a step whose costs need not add up (padding).
+
+A step is as long as its slowest rank, which most exchanges do not touch. So the search lowers a smooth
+stand-in, the p-norm of the loads at every sync point, for p = 2, 8, 32: small powers see padding anywhere,
+large ones little but the slowest rank.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -10,34 +16,43 @@ from dflop_ds.cost.microbatch_cost import MicrobatchCost, MicrobatchSizes
 from dflop_ds.scheduling.problem import FloatArray, IntArray
 from dflop_ds.scheduling.rank_step import Bins, RankStep, step_time_s
 
-_MAX_ROUNDS = 256
-_SOURCES = 4
-_PARTNERS = 4
+_SQUARINGS = (1, 3, 5)
+_MAX_PASSES, _EFFORT = 64, 2**14
+"""Passes per power, and passes times samples: planning must take little of a step of many ranks."""
+
 _RELATIVE_GAIN = 1e-9
 
 
 def refine(step: RankStep, bins: Bins, cost: MicrobatchCost) -> Bins:
-    """Exchange samples between late bins and light ones while the step gets shorter.
+    """The shortest step found by exchanging samples between bins, with the given bins as a start.
 
-    Of all moves and swaps between two bins the one with the shortest predicted step is taken; among equals,
-    the one that lowers the larger of the two bins. Hard limits are never broken, no bin becomes empty.
+    Each pass takes one bin, busiest first, and carries out the best of its exchanges with all others: one of
+    its samples for one of theirs, or for nothing. Hard limits are never broken, no bin becomes empty.
     """
-    state = _State(step, [list(members) for members in bins], cost)
-    for _ in range(_MAX_ROUNDS):
-        move = _next_exchange(state)
-        if move is None:
-            break
-        state.apply(move)
-    return tuple(tuple(sorted(members)) for members in state.bins)
+    state = _State(step, bins, cost)
+    best_s, best = state.step_s(), bins
+    if step.num_bins == 1 or best_s == 0.0:
+        return bins
+    for squarings in _SQUARINGS:
+        for source in _passes(state):
+            exchange = state.best_exchange(source, squarings)
+            if exchange is None:
+                continue
+            state.apply(exchange)
+            if state.step_s() < best_s:
+                best_s, best = state.step_s(), state.snapshot()
+    return tuple(tuple(sorted(members)) for members in best)
 
 
-def _next_exchange(state: _State) -> _Exchange | None:
-    """The best exchange of the worst bin that has any."""
-    for source, partners in state.critical():
-        found = [move for target in partners if (move := state.best_exchange(source, target)) is not None]
-        if found:
-            return min(found, key=lambda move: (move.step_s, move.peak_s, move.target))
-    return None
+def _passes(state: _State) -> Iterator[int]:
+    """Bins in sweeps, busiest first, until a sweep changes nothing or the effort is spent."""
+    left, seen = min(_MAX_PASSES, max(1, _EFFORT // state.num_samples)), -1
+    while seen != state.num_exchanges:
+        seen = state.num_exchanges
+        yield from state.busiest_first()[:left].tolist()
+        left -= state.num_bins
+        if left <= 0:
+            return
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,160 +60,155 @@ class _Exchange:
     """Samples `given` leaves `source` for `target`, which gives `taken` (or nothing, -1) in return."""
 
     source: int
-    target: int
     given: int
+    target: int
     taken: int
-    step_s: float
-    peak_s: float
 
 
 class _State:
-    """Bins and their phases, shape (num_ranks, num_slots, 2)."""
+    """Bins, what they hold, and their seconds.
 
-    def __init__(self, step: RankStep, bins: list[list[int]], cost: MicrobatchCost) -> None:
-        self._step, self._cost, self.bins = step, cost, bins
-        self.phases_s = step.by_rank(cost.phases_s(step.sizes(bins)))
+    A *load* is the time of one rank up to one sync point; loads have shape (num_ranks, num_points, k). Bin
+    `b` is part of ``loads[rank[b], point[b]]``.
+    """
 
-    def critical(self) -> list[tuple[int, list[int]]]:
-        """Bins that hold the others up, worst first, each with the bins that could take load from it."""
-        num_slots, sync = self._step.num_slots, self._step.sync
-        if sync == "step":
-            loads_s = self.phases_s.sum(axis=(1, 2))
-            rank = int(loads_s.argmax())
-            others = [int(other) for other in np.argsort(loads_s, kind="stable")[:_PARTNERS] if other != rank]
-            partners = [other * num_slots + slot for other in others for slot in range(num_slots)]
-            slots = np.argsort(-self.phases_s[rank].sum(axis=1), kind="stable")[:_SOURCES]
-            return [(rank * num_slots + int(slot), partners) for slot in slots]
-        load_s = self.phases_s if sync == "phase" else self.phases_s.sum(axis=2, keepdims=True)
-        waits_s = load_s.max(axis=0) - load_s.mean(axis=0)
-        slack_s = (load_s.max(axis=0) - load_s).sum(axis=2)
-        roomy = [int(bin_index) for bin_index in np.argsort(-slack_s.ravel(), kind="stable")[:_PARTNERS]]
-        found = []
-        for index in np.argsort(-waits_s.ravel(), kind="stable")[:_SOURCES]:
-            slot, phase = (int(value) for value in np.unravel_index(int(index), waits_s.shape))
-            column_s = load_s[:, slot, phase]
-            source = int(column_s.argmax()) * num_slots + slot
-            lightest = [
-                int(rank) * num_slots + slot for rank in np.argsort(column_s, kind="stable")[:_PARTNERS]
-            ]
-            found.append((source, [other for other in dict.fromkeys(lightest + roomy) if other != source]))
-        return found
+    def __init__(self, step: RankStep, bins: Bins, cost: MicrobatchCost) -> None:
+        self._step, self._cost = step, cost
+        self._bins = [list(members) for members in bins]
+        self.num_samples, self.num_bins, self.num_exchanges = step.num_samples, step.num_bins, 0
+        self._rank, slot = np.divmod(np.arange(step.num_bins), step.num_slots)
+        self._point = np.zeros_like(slot) if step.sync == "step" else slot
+        self._bin_of = np.empty(step.num_samples, dtype=np.int64)
+        self._longest_without = np.empty(step.num_samples)
+        self._longest = np.empty(step.num_bins)
+        self._sums = np.empty((step.num_bins, 4))
+        self._sample_sums = np.stack(
+            [np.ones(step.num_samples), step.llm_tokens, step.llm_tokens**2, step.encoder_inputs], axis=1
+        )
+        self._phases_s = np.empty((step.num_bins, 2))
+        for index in range(step.num_bins):
+            self._update(index)
 
-    def best_exchange(self, source: int, target: int) -> _Exchange | None:
-        """The best exchange between two bins, or None if none is an improvement."""
-        a, b = np.array(self.bins[source]), np.array(self.bins[target])
-        if not len(a) or not len(b):
+    def step_s(self) -> float:
+        """Predicted seconds of the step."""
+        return step_time_s(self._step.by_rank(self._phases_s), self._step.sync)
+
+    def snapshot(self) -> Bins:
+        """The bins as they are."""
+        return tuple(tuple(members) for members in self._bins)
+
+    def busiest_first(self) -> IntArray:
+        """Bins by the load that they are part of, then by their own time."""
+        loads_s, own_s = self._loads_s(), self._phases_s.sum(axis=1)
+        return np.lexsort((-own_s, -loads_s.sum(axis=-1)[self._rank, self._point]))
+
+    def best_exchange(self, source: int, squarings: int) -> _Exchange | None:
+        """The exchange of a bin that lowers the p-norm most, or None if none does."""
+        mine = np.array(self._bins[source])
+        others = np.flatnonzero(self._bin_of != source)
+        targets = np.append(self._bin_of[others], np.delete(np.arange(self.num_bins), source))
+        left, right = self._sizes_after(source, mine, others, targets)
+        change = self._norm_change(source, targets, left, right, squarings)
+        change[~(self._step.allows(left) & self._step.allows(right))] = np.inf
+        if len(mine) == 1:
+            change[:, len(others) :] = np.inf
+        row, column = np.unravel_index(int(change.argmin()), change.shape)
+        if change[row, column] > -_RELATIVE_GAIN:
             return None
-        left, right = self._source_sizes(a, b), self._target_sizes(a, b)
-        left_s, right_s = self._cost.phases_s(left), self._cost.phases_s(right)
-        step_s = self._step_times_s(source, target, left_s, right_s)
-        peak_s = np.maximum(left_s.sum(axis=-1), right_s.sum(axis=-1))
-        step_s[~(self._allowed(left) & self._allowed(right))] = np.inf
-        if len(a) == 1:
-            step_s[:, -1] = np.inf
-        now_s = step_time_s(self.phases_s, self._step.sync)
-        old_peak_s = max(self._total_s(source), self._total_s(target))
-        better = step_s < now_s * (1 - _RELATIVE_GAIN)
-        calmer = (step_s <= now_s) & (peak_s < old_peak_s * (1 - _RELATIVE_GAIN))
-        if not (better | calmer).any():
-            return None
-        score = np.where(better | calmer, step_s, np.inf)
-        least = np.flatnonzero(score.ravel() == score.min())
-        best = int(least[peak_s.ravel()[least].argmin()])
-        row, column = np.unravel_index(best, score.shape)
-        taken = int(b[column]) if column < len(b) else -1
-        return _Exchange(source, target, int(a[row]), taken, float(score.min()), float(peak_s.ravel()[best]))
+        taken = int(others[column]) if column < len(others) else -1
+        return _Exchange(source, int(mine[row]), int(targets[column]), taken)
 
-    def apply(self, move: _Exchange) -> None:
+    def apply(self, exchange: _Exchange) -> None:
         """Carry an exchange out."""
-        self.bins[move.source].remove(move.given)
-        self.bins[move.target].append(move.given)
-        if move.taken >= 0:
-            self.bins[move.target].remove(move.taken)
-            self.bins[move.source].append(move.taken)
-        changed = [move.source, move.target]
-        sizes = self._step.sizes([self.bins[index] for index in changed])
-        for index, phases_s in zip(changed, self._cost.phases_s(sizes), strict=True):
-            self.phases_s[divmod(index, self._step.num_slots)] = phases_s
+        source, target = self._bins[exchange.source], self._bins[exchange.target]
+        source.remove(exchange.given)
+        target.append(exchange.given)
+        if exchange.taken >= 0:
+            target.remove(exchange.taken)
+            source.append(exchange.taken)
+        self._update(exchange.source)
+        self._update(exchange.target)
+        self.num_exchanges += 1
 
-    def _total_s(self, index: int) -> float:
-        return float(self.phases_s[divmod(index, self._step.num_slots)].sum())
+    def _update(self, index: int) -> None:
+        members = np.array(self._bins[index])
+        tokens = self._step.llm_tokens[members]
+        top = int(tokens.argmax())
+        self._bin_of[members] = index
+        self._longest[index] = self._longest_without[members] = tokens[top]
+        self._longest_without[members[top]] = np.delete(tokens, top).max(initial=0.0)
+        self._sums[index] = self._sample_sums[members].sum(axis=0)
+        self._phases_s[index] = self._cost.phases_s(self._sizes(self._sums[index], self._longest[index]))
 
-    def _allowed(self, sizes: MicrobatchSizes) -> np.ndarray:
-        allowed = np.ones(sizes.tokens.shape, dtype=np.bool_)
-        if self._step.max_tokens is not None:
-            allowed &= sizes.tokens <= self._step.max_tokens
-        if self._step.max_encoder_inputs is not None:
-            allowed &= sizes.encoder_inputs <= self._step.max_encoder_inputs
-        return allowed
+    def _sizes(self, sums: FloatArray, longest: FloatArray) -> MicrobatchSizes:
+        """Sizes of bins from their sums, shape (..., 4), and their longest samples."""
+        if not self._step.padded:
+            return MicrobatchSizes(sums[..., 1], sums[..., 2], sums[..., 3])
+        tokens = sums[..., 0] * longest
+        return MicrobatchSizes(tokens, tokens * longest, sums[..., 3])
 
-    def _source_sizes(self, a: IntArray, b: IntArray) -> MicrobatchSizes:
-        """Sizes of the source after each exchange, shape (len(a), len(b) + 1).
+    def _sizes_after(
+        self, source: int, mine: IntArray, others: IntArray, targets: IntArray
+    ) -> tuple[MicrobatchSizes, MicrobatchSizes]:
+        """Sizes of the source and of the target after each exchange, shape (len(mine), len(targets)).
 
-        It loses its i-th sample and gets the j-th of the target, or none in the last column.
+        Row i gives the i-th sample of the source away. The first ``len(others)`` columns give another sample
+        back, the last ones nothing.
         """
-        tokens, inputs = self._step.llm_tokens, self._step.encoder_inputs
-        got, got_inputs = np.append(tokens[b], 0.0)[None, :], np.append(inputs[b], 0.0)[None, :]
-        gets = np.append(np.ones(len(b)), 0.0)[None, :]
-        new_inputs = inputs[a].sum() - inputs[a][:, None] + got_inputs
-        if self._step.padded:
-            longest = np.maximum(_longest_without(tokens[a])[:, None], got)
-            return _padded(len(a) - 1 + gets, longest, new_inputs)
-        lost = tokens[a][:, None]
-        squares = (tokens[a] ** 2).sum() - lost**2 + got**2
-        return MicrobatchSizes(tokens[a].sum() - lost + got, squares, new_inputs)
+        nothing = len(targets) - len(others)
+        given, taken = self._sample_sums[mine][:, None], np.zeros((len(targets), 4))
+        taken[: len(others)] = self._sample_sums[others]
+        longest_left = np.maximum(self._longest_without[mine][:, None], taken[:, 1])
+        kept = np.append(self._longest_without[others], self._longest[targets[len(targets) - nothing :]])
+        longest_right = np.maximum(kept, given[..., 1])
+        left = self._sizes(self._sums[source] - given + taken, longest_left)
+        return left, self._sizes(self._sums[targets] + given - taken, longest_right)
 
-    def _target_sizes(self, a: IntArray, b: IntArray) -> MicrobatchSizes:
-        """Sizes of the target after each exchange: it gets the i-th of the source, loses its j-th or none."""
-        tokens, inputs = self._step.llm_tokens, self._step.encoder_inputs
-        lost, lost_inputs = np.append(tokens[b], 0.0)[None, :], np.append(inputs[b], 0.0)[None, :]
-        loses = np.append(np.ones(len(b)), 0.0)[None, :]
-        new_inputs = inputs[b].sum() - lost_inputs + inputs[a][:, None]
-        got = tokens[a][:, None]
-        if self._step.padded:
-            rest = np.append(_longest_without(tokens[b]), tokens[b].max())[None, :]
-            return _padded(len(b) + 1 - loses, np.maximum(rest, got), new_inputs)
-        squares = (tokens[b] ** 2).sum() - lost**2 + got**2
-        return MicrobatchSizes(tokens[b].sum() - lost + got, squares, new_inputs)
+    def _loads_s(self) -> FloatArray:
+        phases_s = self._step.by_rank(self._at_point(self._phases_s))
+        return phases_s.sum(axis=1, keepdims=True) if self._step.sync == "step" else phases_s
 
-    def _step_times_s(self, source: int, target: int, left_s: FloatArray, right_s: FloatArray) -> FloatArray:
-        """Step time after each exchange, shape (len(a), len(b) + 1)."""
-        num_slots, sync = self._step.num_slots, self._step.sync
-        (rank_a, slot_a), (rank_b, slot_b) = divmod(source, num_slots), divmod(target, num_slots)
-        rest_s = self.phases_s.copy()
-        rest_s[rank_a, slot_a] = rest_s[rank_b, slot_b] = 0.0
-        times_s: FloatArray
-        if sync == "step":
-            loads_s = rest_s.sum(axis=(1, 2))
-            a_s, b_s = left_s.sum(axis=-1), right_s.sum(axis=-1)
-            if rank_a == rank_b:
-                pair_s = loads_s[rank_a] + a_s + b_s
-            else:
-                pair_s = np.maximum(loads_s[rank_a] + a_s, loads_s[rank_b] + b_s)
-            others_s = np.delete(loads_s, [rank_a, rank_b])
-            times_s = np.maximum(pair_s, others_s.max(initial=0.0))
-            return times_s
-        if sync == "microbatch":
-            rest_s = rest_s.sum(axis=2, keepdims=True)
-            left_s, right_s = left_s.sum(axis=-1, keepdims=True), right_s.sum(axis=-1, keepdims=True)
-        slots_s = rest_s.max(axis=0)
-        if slot_a == slot_b:
-            changed_s = np.maximum(np.maximum(left_s, right_s), slots_s[slot_a])
-        else:
-            changed_s = np.maximum(left_s, slots_s[slot_a]) + np.maximum(right_s, slots_s[slot_b])
-        times_s = changed_s.sum(axis=-1) + np.delete(slots_s, [slot_a, slot_b], axis=0).sum()
-        return times_s
+    def _at_point(self, phases_s: FloatArray) -> FloatArray:
+        """Encoder and LLM time are one unless ranks wait for each other in between."""
+        return phases_s if self._step.sync == "phase" else phases_s.sum(axis=-1, keepdims=True)
+
+    def _norm_change(
+        self, source: int, targets: IntArray, left: MicrobatchSizes, right: MicrobatchSizes, squarings: int
+    ) -> FloatArray:
+        """Change of the sum over sync points of the p-norm of the ranks' loads; the largest load is 1."""
+        loads_s, old_s = self._loads_s(), self._at_point(self._phases_s)
+        unit_s = loads_s.max()
+        loads, old = loads_s / unit_s, old_s / unit_s
+        a, b = (self._rank[source], self._point[source]), (self._rank[targets], self._point[targets])
+        gain_a = self._at_point(self._cost.phases_s(left)) / unit_s - old[source]
+        gain_b = self._at_point(self._cost.phases_s(right)) / unit_s - old[targets]
+        same_point = (b[1] == a[1])[:, None]
+        same_load = same_point & (b[0] == a[0])[:, None]
+        rise_a = _rise(loads[a], gain_a + np.where(same_load, gain_b, 0.0), squarings)
+        rise_b = np.where(same_load, 0.0, _rise(loads[b], gain_b, squarings))
+        powers = _raised(loads, squarings).sum(axis=0)
+        change = _root(powers[a[1]] + rise_a + np.where(same_point, rise_b, 0.0), squarings)
+        change -= _root(powers[a[1]], squarings)
+        other = _root(powers[b[1]] + rise_b, squarings) - _root(powers[b[1]], squarings)
+        total: FloatArray = (change + np.where(same_point, 0.0, other)).sum(axis=-1)
+        return total
 
 
-def _padded(counts: FloatArray, longest: FloatArray, encoder_inputs: FloatArray) -> MicrobatchSizes:
-    return MicrobatchSizes(counts * longest, counts * longest**2, encoder_inputs)
+def _rise(load: FloatArray, gain: FloatArray, squarings: int) -> FloatArray:
+    """Growth of the power of a load that gains something."""
+    return _raised(load + gain, squarings) - _raised(load, squarings)
 
 
-def _longest_without(tokens: FloatArray) -> FloatArray:
-    """Longest of the others, for each sample; 0 for a lone one."""
-    if len(tokens) == 1:
-        return np.zeros(1)
-    second, first = np.sort(tokens)[-2:]
-    result = np.full(len(tokens), first)
-    result[int(tokens.argmax())] = second
-    return result
+def _raised(value: FloatArray, squarings: int) -> FloatArray:
+    """``value ** (2 ** squarings)``; much faster than a general power."""
+    for _ in range(squarings):
+        value = value * value
+    return value
+
+
+def _root(value: FloatArray, squarings: int) -> FloatArray:
+    """The inverse of :func:`_raised`; rounding may have left less than nothing."""
+    value = np.maximum(value, 0.0)
+    for _ in range(squarings):
+        value = np.sqrt(value)
+    return value

@@ -11,8 +11,12 @@ from dflop_ds.cost.microbatch_cost import MicrobatchCost, MicrobatchSizes
 from dflop_ds.errors import InfeasibleError, SchedulingError
 from dflop_ds.scheduling.exchange import refine
 from dflop_ds.scheduling.problem import Problem
-from dflop_ds.scheduling.rank_step import Bins, RankStep, blind_bins, contiguous_groups, place_bins
+from dflop_ds.scheduling.rank_runs import cut_into_runs
+from dflop_ds.scheduling.rank_step import Bins, RankStep, blind_bins, place_bins
 from dflop_ds.scheduling.solve import POLICIES, solve
+
+_RUN_POWERS = (1.0, 4.0)
+"""Cuts to start from: with least padding, and of nearly equal cost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +54,8 @@ def plan_rank_bins(
     """Bins with the shortest predicted step.
 
     Starts from equal sums of costs (best for packed samples) and from runs of similar length (best for
-    padded ones), exchanges samples between bins, and keeps the data-blind bins where nothing is gained.
+    padded ones, :mod:`~dflop_ds.scheduling.rank_runs`), exchanges samples between bins, and keeps the
+    data-blind bins where nothing is gained.
     Pure: the same step and costs give the same bins on every rank.
 
     Parameters
@@ -82,8 +87,8 @@ def plan_rank_bins(
 def _start_bins(
     step: RankStep, cost: MicrobatchCost, policy: str, deterministic_time_s: float
 ) -> tuple[list[Bins], str | None]:
-    runs = contiguous_groups(step, cost)
-    groupings: list[list[list[int]]] = [] if runs is None else [[run.tolist() for run in runs]]
+    cuts = [cut_into_runs(step, cost, power) for power in _RUN_POWERS]
+    groupings = [[run.tolist() for run in runs] for runs in cuts if runs is not None]
     reason = None
     try:
         solution = solve(_problem(step, cost), policy=policy, deterministic_time_s=deterministic_time_s)
@@ -144,4 +149,4 @@ def _finish(
 
 def _imbalance(step: RankStep, sizes: MicrobatchSizes, cost: MicrobatchCost) -> float:
     ranks_s = step.by_rank(cost.phases_s(sizes)).sum(axis=(1, 2))
-    return float(ranks_s.max() / ranks_s.mean())
+    return float(ranks_s.max() / ranks_s.mean()) if ranks_s.any() else 1.0

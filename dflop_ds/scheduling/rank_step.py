@@ -7,16 +7,17 @@ same time on all ranks.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from dflop_ds.cost.microbatch_cost import MicrobatchCost, MicrobatchSizes
 from dflop_ds.errors import SchedulingError
-from dflop_ds.scheduling.problem import FloatArray, IntArray
+from dflop_ds.scheduling.problem import FloatArray
 
 Bins = tuple[tuple[int, ...], ...]
+BoolArray = npt.NDArray[np.bool_]
 
 SYNC_POINTS = ("step", "microbatch", "phase")
 """Where ranks wait for each other.
@@ -25,9 +26,6 @@ SYNC_POINTS = ("step", "microbatch", "phase")
 (ZeRO 2). ``phase``: parameters are gathered layer by layer (ZeRO 3): a rank in its LLM waits for one that
 is still in its encoder.
 """
-
-
-_BISECTIONS = 40
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,12 +93,18 @@ class RankStep:
         """Sizes of bins, shape (num_bins,)."""
         return MicrobatchSizes.from_bins(self.llm_tokens, self.encoder_inputs, bins, padded=self.padded)
 
+    def allows(self, sizes: MicrobatchSizes) -> BoolArray:
+        """Which sizes keep the hard limits, in their shape."""
+        allowed = np.ones(np.shape(sizes.tokens), dtype=np.bool_)
+        if self.max_tokens is not None:
+            allowed &= sizes.tokens <= self.max_tokens
+        if self.max_encoder_inputs is not None:
+            allowed &= sizes.encoder_inputs <= self.max_encoder_inputs
+        return allowed
+
     def keeps_limits(self, sizes: MicrobatchSizes) -> bool:
         """Whether no bin exceeds a hard limit."""
-        tokens, inputs = float(sizes.tokens.max()), float(sizes.encoder_inputs.max())
-        return (self.max_tokens is None or tokens <= self.max_tokens) and (
-            self.max_encoder_inputs is None or inputs <= self.max_encoder_inputs
-        )
+        return bool(self.allows(sizes).all())
 
     def predict_s(self, bins: Sequence[Sequence[int]], cost: MicrobatchCost) -> float:
         """Predicted seconds of the step."""
@@ -167,63 +171,3 @@ def place_bins(step: RankStep, groups: Sequence[Sequence[int]], total_s: FloatAr
     for members, place in zip(groups, places.tolist(), strict=True):
         bins[place] = tuple(sorted(int(sample) for sample in members))
     return tuple(bins)
-
-
-def contiguous_groups(step: RankStep, cost: MicrobatchCost) -> list[IntArray] | None:
-    """Cut the samples, longest first, into `num_bins` runs whose largest cost is least.
-
-    Neighbours in length waste least padding. The limit on the cost of a run is found by bisection; runs that
-    are left over are made by halving the costliest. None if no such runs keep the hard limits.
-    """
-    order = np.lexsort((-step.encoder_inputs, -step.llm_tokens))
-    tokens, inputs = step.llm_tokens[order], step.encoder_inputs[order]
-    high = float(cost.phases_s(step.sizes([order.tolist()])).sum())
-    low, edges = 0.0, _cut(step, cost, tokens, inputs, high)
-    if edges is None:
-        return None
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        found = _cut(step, cost, tokens, inputs, middle)
-        if found is None:
-            low = middle
-        else:
-            high, edges = middle, found
-    groups = [order[a:b] for a, b in itertools.pairwise(edges)]
-    while len(groups) < step.num_bins:
-        splittable_s = [
-            float(cost.phases_s(step.sizes([group.tolist()])).sum()) if len(group) > 1 else -1.0
-            for group in groups
-        ]
-        index = int(np.argmax(splittable_s))
-        half = len(groups[index]) // 2
-        groups[index : index + 1] = [groups[index][:half], groups[index][half:]]
-    return groups
-
-
-def _cut(
-    step: RankStep, cost: MicrobatchCost, tokens: FloatArray, inputs: FloatArray, limit_s: float
-) -> list[int] | None:
-    """Edges of the longest runs within all limits, or None if `num_bins` of them do not suffice."""
-    summed, squares = np.cumsum(tokens), np.cumsum(tokens**2)
-    summed_inputs = np.cumsum(inputs)
-    edges = [0]
-    while edges[-1] < len(tokens):
-        if len(edges) > step.num_bins:
-            return None
-        start = edges[-1]
-        if step.padded:
-            counts = np.arange(1, len(tokens) - start + 1)
-            run_tokens, run_squares = counts * tokens[start], counts * tokens[start] ** 2
-        else:
-            run_tokens = summed[start:] - (summed[start - 1] if start else 0.0)
-            run_squares = squares[start:] - (squares[start - 1] if start else 0.0)
-        run_inputs = summed_inputs[start:] - (summed_inputs[start - 1] if start else 0.0)
-        run_s = cost.phases_s(MicrobatchSizes(run_tokens, run_squares, run_inputs)).sum(axis=-1)
-        length = int(np.searchsorted(run_s, limit_s, side="right"))
-        for column, cap in ((run_tokens, step.max_tokens), (run_inputs, step.max_encoder_inputs)):
-            if cap is not None:
-                length = min(length, int(np.searchsorted(column, cap, side="right")))
-        if length == 0:
-            return None
-        edges.append(start + length)
-    return edges
