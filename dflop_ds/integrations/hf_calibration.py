@@ -70,6 +70,11 @@ class Calibration:
         Ranks wait for each other inside a forward pass (ZeRO 3).
     llm_factor, encoder_factor : float
         Forward plus backward over forward time.
+
+    Attributes
+    ----------
+    has_given_up : bool
+        Whether measuring has failed for good.
     """
 
     def __init__(
@@ -77,9 +82,10 @@ class Calibration:
     ) -> None:
         self._num_steps, self._waits = num_steps, waits_for_slowest
         self._factors = {"llm": llm_factor, "encoder": encoder_factor}
-        self._num_seen, self._num_extensions = 0, 0
+        self._num_seen, self._num_extensions, self._num_missing = 0, 0, 0
         self._sizes: list[np.ndarray] = []
         self._measured_s: list[np.ndarray] = []
+        self.has_given_up = False
 
     def add(self, sizes: MicrobatchSizes, measured_s: np.ndarray) -> MicrobatchCost | None:
         """Add a step; returns costs once they can be fitted.
@@ -91,7 +97,12 @@ class Calibration:
             Forward seconds, the same numbers on every rank.
         """
         self._num_seen += 1
-        if self._num_seen <= _NUM_UNMEASURED or not (np.isfinite(measured_s) & (measured_s > 0)).all():
+        if self._num_seen <= _NUM_UNMEASURED:
+            return None
+        if not (np.isfinite(measured_s) & (measured_s > 0)).all():
+            self._num_missing += 1
+            if self._num_missing == self._num_steps * _MAX_EXTENSIONS:
+                self._give_up("forward passes of the model were not seen, once or more per microbatch")
             return None
         self._sizes.append(np.stack([sizes.tokens, sizes.squared_tokens, sizes.encoder_inputs]))
         self._measured_s.append(measured_s)
@@ -103,14 +114,13 @@ class Calibration:
         except CostModelError as error:
             self._num_extensions += 1
             if self._num_extensions == _MAX_EXTENSIONS:
-                logger.warning("no costs could be measured, the data-blind order stays: %s", error)
+                self._give_up(error)
             return None
         return cost.scaled(**self._factors)
 
-    @property
-    def has_given_up(self) -> bool:
-        """Whether measuring has failed for good."""
-        return self._num_extensions >= _MAX_EXTENSIONS
+    def _give_up(self, reason: object) -> None:
+        self.has_given_up = True
+        logger.warning("no costs could be measured, the data-blind order stays: %s", reason)
 
 
 def backward_factors(model: torch.nn.Module) -> tuple[float, float]:

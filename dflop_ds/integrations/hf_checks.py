@@ -97,13 +97,13 @@ def on_every_rank(trainer: Trainer, prepare: Callable[[], Prepared]) -> Prepared
 
     Raises
     ------
-    DflopError
-        This rank's own error, or one that names the ranks that have failed.
+    Exception
+        This rank's own error, or a DflopError that names the ranks that have failed.
     """
-    own: DflopError | None = None
+    own: Exception | None = None
     try:
         prepared = prepare()
-    except DflopError as error:
+    except Exception as error:
         own = error
     failed = torch.tensor([int(own is not None)], device=trainer.args.device)
     ranks = trainer.accelerator.gather(failed).nonzero().flatten().tolist()
@@ -124,8 +124,8 @@ def check_sampler(sampler: Any) -> None:
     ):
         raise ConfigError(
             "the training sampler must give an order that depends on its epoch alone, found "
-            f"{type(sampler).__name__} without set_epoch. Keep accelerator_config "
-            "use_seedable_sampler=True, or give the sampler a set_epoch method."
+            f"{type(sampler).__name__} without set_epoch. Keep the Trainer's own sampler and "
+            "accelerator_config use_seedable_sampler=True, or give yours a set_epoch method."
         )
 
 

@@ -10,14 +10,16 @@ that no other position sees them. Its gradients are zeros.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dflop_ds.errors import DataError
+from dflop_ds.scheduling.rank_planner import RankPlanner
 
 IGNORED = -100
+_NUM_KNOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +90,22 @@ class DummyMedia:
         Configuration of the model, which names the placeholder tokens.
     load : callable of int to batch
         Collates one sample alone.
-    candidates : iterable of int
-        Data set indices, those to try first in front.
+    planner : RankPlanner
+        Knows the sizes of the samples.
     """
 
-    def __init__(self, model_config: Any, load: Callable[[int], Any], candidates: Iterable[int]) -> None:
-        self._config, self._load, self._candidates = model_config, load, candidates
+    def __init__(self, model_config: Any, load: Callable[[int], Any], planner: RankPlanner) -> None:
+        self._config, self._load, self._planner = model_config, load, planner
         self._dummies: dict[str, Dummy] = {}
+        self._holders: dict[str, list[int]] = {}
+
+    def note(self, flags: Sequence[int], bins: Sequence[Sequence[int]]) -> None:
+        """Remember samples that share a bin with each kind of media; `flags` has one number per bin."""
+        for bit, kind in enumerate(MEDIA):
+            found = [
+                row for value, members in zip(flags, bins, strict=True) if value >> bit & 1 for row in members
+            ]
+            self._holders[kind.key] = found or self._holders.get(kind.key, [])
 
     def complete(self, batch: dict[str, Any], needed: int) -> dict[str, Any]:
         """The batch with every needed kind of media; itself if it lacks none."""
@@ -111,7 +122,8 @@ class DummyMedia:
 
     def _find(self, kind: MediaKind) -> Dummy:
         token_id = placeholder_id(self._config, kind)
-        for index in self._candidates:
+        known = self._planner.media_candidates(with_frames=kind.is_video, limit=_NUM_KNOWN)
+        for index in [*known, *self._planner.shortest_first(self._holders.get(kind.key, []))]:
             batch = self._load(index)
             if media_flags(batch) != 1 << MEDIA.index(kind):
                 continue
@@ -125,7 +137,7 @@ class DummyMedia:
                 return Dummy(arguments, token_id, num_tokens)
         raise DataError(
             f"a sample whose only media are {kind.key} must exist to keep ranks without any in step, found "
-            "none. Add one to the training data."
+            "none among the shortest and in this step. Add short ones to the training data."
         )
 
 
@@ -158,17 +170,19 @@ def add_dummy(batch: dict[str, Any], dummy: Dummy) -> dict[str, Any]:
         If the batch has an argument that cannot be extended.
     """
     ids = batch["input_ids"]
+    for key in ("attention_mask", "position_ids"):
+        shape = getattr(batch.get(key), "shape", ids.shape)
+        if shape != ids.shape:
+            raise DataError(
+                f"{key} must have shape {tuple(ids.shape)} where a microbatch has no media, found "
+                f"{tuple(shape)}. Pack by position_ids of one axis."
+            )
     num_rows, count = ids.shape[0], dummy.num_tokens
     placeholders = ids.new_zeros(num_rows, count)
     placeholders[0] = dummy.token_id
     added: dict[str, Any] = {"input_ids": placeholders}
     for key, value in batch.items():
-        if key != "input_ids" and isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape:
-            if value.dim() != 2:
-                raise DataError(
-                    f"{key} must have shape {tuple(ids.shape)}, found {tuple(value.shape)}. Use packing "
-                    "by position_ids."
-                )
+        if key != "input_ids" and isinstance(value, torch.Tensor) and value.shape == ids.shape:
             added[key] = value.new_full((num_rows, count), IGNORED if key.endswith("labels") else 0)
     if "position_ids" in added:
         added["position_ids"] += torch.arange(count, device=ids.device)
@@ -176,7 +190,7 @@ def add_dummy(batch: dict[str, Any], dummy: Dummy) -> dict[str, Any]:
     for key, tail in added.items():
         result[key] = torch.cat([batch[key], tail], dim=1)
     _extend_offsets(result, batch, count)
-    clash = sorted(set(dummy.arguments) & set(batch))
+    clash = sorted(key for key in dummy.arguments if batch.get(key) is not None)
     if clash:
         raise DataError(
             f"a batch without media must not have {clash}, found them. Leave them out in the collator."
@@ -195,7 +209,7 @@ def _extend_offsets(result: dict[str, Any], batch: dict[str, Any], count: int) -
 
 
 def _is_text(key: str, value: torch.Tensor, ids: torch.Tensor) -> bool:
-    return value.shape[:2] == ids.shape or key.startswith(("cu_seq_lens", "max_length"))
+    return value.shape == ids.shape or key.startswith(("cu_seq_lens", "max_length"))
 
 
 def mask_labels(batch: dict[str, Any]) -> dict[str, Any]:

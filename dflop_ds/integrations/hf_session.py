@@ -74,10 +74,11 @@ class StepSession:
         self._scales = scales_loss(trainer)
         self._keeps_gradients = keeps_old_gradients(trainer)
         self._seen_flags = 0
-        self._position = 0
+        self._position, self._slot = 0, 0
         self._factors: list[float] = []
+        self._weighted_slots: set[int] = set()
         self._previous: PlannedBins | None = None
-        self._previous_forward_s: list[float] = []
+        self._previous_forward_s = np.zeros(0)
         self._started_s = 0.0
         self._originals = {name: getattr(trainer, name) for name in _WRAPPED}
         self._overrides = {name: value for name, value in vars(trainer).items() if name in _WRAPPED}
@@ -115,11 +116,13 @@ class StepSession:
         self._calibrate(report)
         if self.planner.layout.num_ranks > 1 or self._keeps_gradients:
             flags = report.flags.astype(int)
+            self._media.note(flags.ravel().tolist(), planned.plan.bins)
             self._seen_flags |= int(np.bitwise_or.reduce(flags, axis=None))
             needed = needed_flags(flags.tolist(), self._seen_flags if self._keeps_gradients else 0)
             batches = [self._media.complete(*pair) for pair in zip(batches, needed, strict=True)]
         scales = self._scales or scales_loss(self._trainer, has_labels=num_items is not None)
         self._factors = self._loss_factors(report) if scales else []
+        self._slot, self._weighted_slots = 0, set()
         self._previous = planned
         self._position += 1
         return batches, num_items
@@ -129,17 +132,37 @@ class StepSession:
         result = self._originals["compute_loss"](model, inputs, *args, **kwargs)
         if not model.training or not self._factors:
             return result
-        factor = self._factors.pop(0)
+        factor = self._factors[self._slot]
+        self._weighted_slots.add(self._slot)
         if isinstance(result, tuple):
             return result[0] * factor, *result[1:]
         return result * factor
 
+    def end_microbatch(self) -> None:
+        """Let the next loss be that of the next microbatch."""
+        self._slot += 1
+
     def end_step(self) -> None:
-        """Note the times of the step that has just ended."""
+        """Note the times of the step that has just ended.
+
+        Raises
+        ------
+        PlanError
+            If a loss has not got its weight.
+        """
+        if len(self._weighted_slots) != len(self._factors):
+            raise PlanError(
+                f"the loss of all {len(self._factors)} microbatches must come from compute_loss of the "
+                f"Trainer to be weighted, found {len(self._weighted_slots)}. Call self.compute_loss in "
+                "training_step, or set loss_is_scaled_for_ga = True if it divides by num_items_in_batch."
+            )
+        if self._previous is None:
+            return
         if self._timer is not None:
-            self._previous_forward_s = self._timer.take()
-        if self._previous is not None:
-            self.metrics.add(self._previous, time.perf_counter() - self._started_s)
+            times_s, num_slots = np.array(self._timer.take()), self._previous.plan.num_microbatches
+            is_whole = len(times_s) % num_slots == 0
+            self._previous_forward_s = times_s.reshape(num_slots, -1).sum(axis=1) if is_whole else times_s[:0]
+        self.metrics.add(self._previous, time.perf_counter() - self._started_s)
 
     def _masked(self, batches: Iterator[Any], planned: PlannedBins) -> Iterator[Any]:
         """Take the labels off batches that stand for an empty bin, where losses are sums."""
@@ -158,8 +181,7 @@ class StepSession:
             items = count_items(self._trainer, batch)
             row[0, slot] = 0 if not members[slot] else len(members[slot]) if items is None else items
             row[1, slot] = media_flags(batch)
-        times_s = self._previous_forward_s
-        row[2, : len(times_s)] = times_s[:capacity]
+        row[2, : len(self._previous_forward_s)] = self._previous_forward_s
         mine = np.concatenate([[planned.checksum, self.planner.next_unplanned], row.ravel()])
         tensor = torch.from_numpy(mine).to(device)
         rows = self._trainer.accelerator.gather(tensor).cpu().numpy().reshape(-1, len(mine))
@@ -196,7 +218,7 @@ class StepSession:
             self._calibration = None
             if self._timer is not None:
                 self._timer.remove()
-                self._timer, self._previous_forward_s = None, []
+                self._timer, self._previous_forward_s = None, np.zeros(0)
 
     def _save(self, cost: MicrobatchCost) -> None:
         """Write measured costs; a full or missing disk must not end a run whose other ranks go on."""

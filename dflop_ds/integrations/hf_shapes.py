@@ -15,15 +15,12 @@ from transformers import Trainer
 from dflop_ds.errors import DataError
 from dflop_ds.integrations.hf_config import TrainerCallbackConfig
 from dflop_ds.integrations.hf_media import MEDIA
-from dflop_ds.shapes import SampleShape, ShapeTable
+from dflop_ds.shapes import SHAPE_COLUMNS, SampleShape, ShapeTable
 
 logger = logging.getLogger(__name__)
 
-ShapeFn = Callable[[Any], "SampleShape | Mapping[str, int] | int"]
+ShapeFn = Callable[[Any], "SampleShape | Mapping[str, float] | int"]
 Collate = Callable[[list[Any]], Any]
-
-_FIELDS = ("num_tiles", "num_frames", "text_tokens", "llm_tokens", "target_tokens")
-_FAILED = -1
 
 
 def trainer_shapes(
@@ -82,26 +79,30 @@ def _table(
     return _measure(trainer, lambda sample: measured_shape(sample, collate))
 
 
-def as_shape(value: SampleShape | Mapping[str, int] | int) -> SampleShape:
+def as_shape(value: SampleShape | Mapping[str, float] | int) -> SampleShape:
     """What a `shape_fn` returned: a shape, a mapping with some of its fields, or the number of LLM tokens.
 
     Raises
     ------
     DataError
-        If it is something else, or a field is unknown.
+        If it is something else, a field is unknown or a size negative.
     """
-    if isinstance(value, SampleShape):
-        return value
-    if isinstance(value, Mapping) and "llm_tokens" in value and set(value) <= {*_FIELDS}:
-        tokens = int(value["llm_tokens"])
-        fields = {"num_tiles": 0, "num_frames": 0, "text_tokens": tokens, "target_tokens": tokens, **value}
-        return SampleShape("", **{name: int(fields[name]) for name in _FIELDS})
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        return SampleShape("", 0, 0, int(value), int(value), int(value))
-    raise DataError(
-        f"shape_fn must return a SampleShape, a mapping of {_FIELDS} with llm_tokens, or a number of "
-        f"tokens, found {value!r}. Correct shape_fn."
-    )
+        value = {"llm_tokens": int(value)}
+    if isinstance(value, Mapping) and "llm_tokens" in value and set(value) <= {*SHAPE_COLUMNS}:
+        tokens = value["llm_tokens"]
+        fields = dict.fromkeys(SHAPE_COLUMNS, 0) | {"text_tokens": tokens, "target_tokens": tokens, **value}
+        value = SampleShape(
+            "", **{name: kind.type(fields[name]).item() for name, kind in SHAPE_COLUMNS.items()}
+        )
+    if not isinstance(value, SampleShape):
+        raise DataError(
+            f"shape_fn must return a SampleShape, a mapping of {[*SHAPE_COLUMNS]} with llm_tokens, or a "
+            f"number of tokens, found {value!r}. Correct shape_fn."
+        )
+    if not all(getattr(value, name) >= 0 for name in SHAPE_COLUMNS):
+        raise DataError(f"sizes of a sample must not be negative, found {value!r}. Correct shape_fn.")
+    return value
 
 
 def measured_shape(sample: Any, collate: Collate) -> SampleShape:
@@ -171,7 +172,8 @@ def _whole_lengths(column: Any, name: str, num_samples: int) -> np.ndarray:
 
 def _from_lengths(lengths: np.ndarray) -> ShapeTable:
     zeros = np.zeros_like(lengths)
-    columns = {"num_tiles": zeros, "num_frames": zeros} | dict.fromkeys(_FIELDS[2:], lengths)
+    columns = {"num_tiles": zeros, "num_frames": zeros}
+    columns |= dict.fromkeys(("text_tokens", "llm_tokens", "target_tokens"), lengths)
     return ShapeTable([str(row) for row in range(len(lengths))], columns)
 
 
@@ -179,25 +181,25 @@ def _measure(trainer: Trainer, measure: Callable[[Any], SampleShape]) -> ShapeTa
     """Measure every sample once, divided among the ranks."""
     dataset, accelerator = trainer.train_dataset, trainer.accelerator
     num_ranks, rank = accelerator.num_processes, accelerator.process_index
-    rows = np.full((-(-len(dataset) // num_ranks), len(_FIELDS)), _FAILED, dtype=np.int64)
+    rows = np.full((-(-len(dataset) // num_ranks), len(SHAPE_COLUMNS)), np.nan)
     problem: Exception | None = None
     with preserved_rng():
         for place, index in enumerate(range(rank, len(dataset), num_ranks)):
             try:
                 shape = measure(dataset[index])
-                rows[place] = [getattr(shape, name) for name in _FIELDS]
+                rows[place] = [getattr(shape, name) for name in SHAPE_COLUMNS]
             except Exception as error:
                 problem = error
                 break
     gathered = accelerator.gather(torch.from_numpy(rows).to(trainer.args.device)).cpu().numpy()
-    by_sample = gathered.reshape(num_ranks, -1, len(_FIELDS)).transpose(1, 0, 2).reshape(-1, len(_FIELDS))
+    by_sample = gathered.reshape(num_ranks, len(rows), -1).transpose(1, 0, 2).reshape(-1, rows.shape[1])
     by_sample = by_sample[: len(dataset)]
-    failed = np.flatnonzero((by_sample < 0).any(axis=1))
+    failed = np.flatnonzero(np.isnan(by_sample).any(axis=1))
     if failed.size:
         index = int(failed[0])
         raise DataError(
             f"every sample must have a shape, found none for training sample {index} (and perhaps others)"
             f"{f': {type(problem).__name__}: {problem}' if problem else ''}. Correct the sample or shape_fn."
         ) from problem
-    columns = {name: by_sample[:, column] for column, name in enumerate(_FIELDS)}
+    columns = {name: by_sample[:, column] for column, name in enumerate(SHAPE_COLUMNS)}
     return ShapeTable([str(row) for row in range(len(by_sample))], columns)

@@ -108,7 +108,7 @@ class DflopCallback(TrainerCallback, ExportableState):
         planner = on_every_rank(trainer, lambda: self._prepare(trainer, loader, state))
         sampler = BalancedBatchSampler(planner, args.process_index)
         replace_batch_sampler(loader, sampler)
-        dummies = DummyMedia(trainer.model.config, _collate_one(loader), planner.media_candidates())
+        dummies = DummyMedia(trainer.model.config, _collate_one(loader), planner)
         self._session = StepSession(
             trainer,
             sampler,
@@ -131,7 +131,8 @@ class DflopCallback(TrainerCallback, ExportableState):
         if num_batches != len(loader):
             raise ConfigError(
                 f"an epoch must have {len(loader)} batches on rank {rank}, as the Trainer has counted, the "
-                f"callback would give {num_batches}. Keep accelerator_config even_batches=True."
+                f"callback would give {num_batches}. Keep accelerator_config even_batches=True and a sampler "
+                "over the whole data set."
             )
         return planner
 
@@ -140,6 +141,11 @@ class DflopCallback(TrainerCallback, ExportableState):
         if self._session is not None:
             self._session.begin_epoch(self._next_epoch, self._num_skipped)
             self._next_epoch, self._num_skipped = self._next_epoch + 1, 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on to the next microbatch of the step."""
+        if self._session is not None:
+            self._session.end_microbatch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the step that has ended."""
@@ -212,7 +218,7 @@ def make_planner(
         batch_size=loader.batch_sampler.batch_size,
         num_ranks=trainer.args.world_size,
         num_slots=trainer.args.gradient_accumulation_steps,
-        drop_last=trainer.args.dataloader_drop_last,
+        drop_last=loader.batch_sampler.drop_last,
     )
     return RankPlanner(
         table,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -206,10 +206,15 @@ class RankPlanner:
                 self._plans.popitem(last=False)
         return self._plans[position]
 
-    def media_candidates(self) -> list[int]:
-        """Data set indices: samples with media, shortest first, then those not known to have any."""
-        has_none = self._table.encoder_inputs == 0
-        return [int(row) for row in np.lexsort((self._table.llm_tokens, has_none))]
+    def media_candidates(self, *, with_frames: bool, limit: int) -> list[int]:
+        """Data set indices of the shortest samples that are known to have media: clips, or anything else."""
+        has_frames = self._table.num_frames > 0
+        rows = np.flatnonzero((self._table.encoder_inputs > 0) & (has_frames == with_frames))
+        return self.shortest_first(rows)[:limit]
+
+    def shortest_first(self, rows: Sequence[int] | IntArray) -> list[int]:
+        """Data set indices by the length of the samples."""
+        return sorted((int(row) for row in rows), key=lambda row: int(self._table.llm_tokens[row]))
 
     def _make(self, position: int) -> PlannedBins:
         epoch, index = divmod(position, self.layout.steps_per_epoch)

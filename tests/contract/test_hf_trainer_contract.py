@@ -37,7 +37,7 @@ class Observer(TrainerCallback, ExportableState):
     """Notes what events are given."""
 
     def __init__(self, note=None):
-        self.note, self.loader, self.epochs = note, None, []
+        self.note, self.loader, self.epochs, self.microbatches = note, None, [], []
 
     def state(self):
         return {"args": {"note": "kept"}, "attributes": {"loader": None}}
@@ -49,6 +49,12 @@ class Observer(TrainerCallback, ExportableState):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.epochs.append(state.epoch)
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.microbatches.append("more")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.microbatches.append("last")
 
 
 @pytest.fixture
@@ -96,6 +102,14 @@ def test_training_loop_uses_the_loader_that_events_are_given(trainer):
     assert observer.epochs == [0, 1.0]
     assert observer.sampler.epochs[-1] == 1
     assert trainer.state.global_step == 4
+
+
+def test_each_microbatch_ends_in_an_event(trainer):
+    trainer.args.gradient_accumulation_steps = 2
+    observer = Observer()
+    trainer.add_callback(observer)
+    trainer.train()
+    assert observer.microbatches == ["more", "last"] * 2
 
 
 def test_state_of_a_callback_is_in_the_checkpoint(trainer, tmp_path):

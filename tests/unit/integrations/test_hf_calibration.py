@@ -43,6 +43,15 @@ def test_equal_microbatches_end_in_a_warning(caplog):
     assert calibration.has_given_up and "data-blind order stays" in caplog.text
 
 
+def test_passes_that_are_never_seen_end_in_a_warning(caplog):
+    calibration = make(num_steps=2)
+    with caplog.at_level(logging.WARNING, logger="dflop_ds"):
+        for seed in range(9):
+            assert not calibration.has_given_up
+            calibration.add(draw_step(seed), np.zeros((2, 2)))
+    assert calibration.has_given_up and "forward passes of the model were not seen" in caplog.text
+
+
 def test_steps_without_times_do_not_count():
     calibration = make()
     for seed in range(9):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -24,6 +26,14 @@ from dflop_ds.integrations.hf_media import (
 )
 
 IMAGE, VIDEO = 1, 2
+
+
+def media_of(config, dataset, collator=PaddedCollator, known=(2, 3)):
+    planner = SimpleNamespace(
+        media_candidates=lambda with_frames, limit: [] if with_frames else [*known][:limit],
+        shortest_first=lambda rows: sorted(rows, key=lambda row: len(dataset[row]["input_ids"])),
+    )
+    return DummyMedia(config, lambda row: collated(dataset, collator, [row]), planner)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +61,7 @@ def gradients(model, batch):
 @pytest.mark.parametrize("collator", [PaddedCollator, PackedCollator])
 def test_loss_and_gradients_stay_and_every_parameter_takes_part(config, dataset, collator):
     model = build_model(config)
-    media = DummyMedia(config, lambda row: collated(dataset, collator, [row]), [2, 3, 0, 1])
+    media = media_of(config, dataset, collator)
     text = collated(dataset, collator, [0, 1])
     completed = media.complete(text, IMAGE)
     assert media_flags(text) == 0 and media_flags(completed) == IMAGE
@@ -72,25 +82,25 @@ def test_loss_and_gradients_stay_and_every_parameter_takes_part(config, dataset,
 
 
 def test_a_batch_that_has_the_media_is_left_alone(config, dataset):
-    media = DummyMedia(config, lambda row: pytest.fail("no media are needed"), [0])
+    media = DummyMedia(config, lambda row: pytest.fail("no media are needed"), None)
     batch = collated(dataset, PaddedCollator, [0, 2])
     assert media.complete(batch, IMAGE) is batch
 
 
 def test_media_that_are_nowhere_in_the_data_are_named(config, dataset):
-    media = DummyMedia(config, lambda row: collated(dataset, PaddedCollator, [row]), range(4))
+    media = media_of(config, dataset)
     with pytest.raises(DataError, match="pixel_values_videos"):
         media.complete(collated(dataset, PaddedCollator, [0]), VIDEO)
 
 
 def test_model_without_a_placeholder_token_is_refused(dataset):
-    media = DummyMedia(object(), lambda row: collated(dataset, PaddedCollator, [row]), [2])
+    media = media_of(object(), dataset)
     with pytest.raises(DataError, match="image_token_id"):
         media.complete(collated(dataset, PaddedCollator, [0]), IMAGE)
 
 
 def test_offsets_of_variable_length_attention_get_a_segment(config, dataset):
-    media = DummyMedia(config, lambda row: collated(dataset, PackedCollator, [row]), [2])
+    media = media_of(config, dataset, PackedCollator)
     batch = collated(dataset, PackedCollator, [0, 1])
     batch |= {"cu_seq_lens_q": torch.tensor([0, 9, 23], dtype=torch.int32), "max_length_q": 14}
     completed = media.complete(batch, IMAGE)
@@ -100,11 +110,28 @@ def test_offsets_of_variable_length_attention_get_a_segment(config, dataset):
     assert completed["position_ids"][0, 23:].tolist() == list(range(added))
 
 
-def test_dense_masks_are_refused(dataset):
-    batch = collated(dataset, PackedCollator, [0])
-    batch["mask"] = torch.zeros(1, batch["input_ids"].shape[1], 9)
-    with pytest.raises(DataError, match="position_ids"):
+@pytest.mark.parametrize(("key", "shape"), [("attention_mask", (1, 1, 9, 9)), ("position_ids", (3, 1, 9))])
+def test_what_cannot_be_extended_is_refused(dataset, key, shape):
+    batch = collated(dataset, PackedCollator, [0]) | {key: torch.zeros(shape)}
+    with pytest.raises(DataError, match=f"{key} must have shape"):
         add_dummy(batch, Dummy({}, 3, 5))
+
+
+def test_media_of_unknown_size_are_looked_for_in_the_bins_that_hold_some(config, dataset):
+    loaded = []
+
+    def load(row):
+        loaded.append(row)
+        return collated(dataset, PaddedCollator, [row])
+
+    media = media_of(config, dataset, known=())
+    media._load = load
+    media.note([0, IMAGE, 0], [(0,), (1, 3), (0,)])
+    media.note([0, 0, 0], [(0,), (1,), (2,)])
+    batch = collated(dataset, PaddedCollator, [0])
+    assert media_flags(media.complete(batch, IMAGE)) == IMAGE
+    assert media_flags(media.complete({**batch, "pixel_values": None}, IMAGE)) == IMAGE
+    assert loaded == [1, 3]
 
 
 def test_needed_kinds_per_slot_and_of_the_whole_step_in_the_last():

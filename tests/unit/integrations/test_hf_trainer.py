@@ -11,7 +11,7 @@ import torch
 from transformers import LlavaOnevisionForConditionalGeneration, Trainer, TrainerCallback
 
 from benchmarks.hf_data import IGNORED, PaddedCollator, Sample, SyntheticSamples, build_model
-from dflop_ds.errors import ConfigError, DataError
+from dflop_ds.errors import ConfigError, DataError, PlanError
 from dflop_ds.integrations import hf_calibration
 from dflop_ds.integrations.hf_trainer import DflopCallback
 from tests.support.hf import COST, LR, build, make_samples, make_trainer, plain_order, plain_training
@@ -92,11 +92,13 @@ def by_step(seen, accumulation, per_epoch):
     return steps
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "workers", [{}, {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}]
+)
 def test_global_batches_are_those_of_the_plain_order_and_epochs_reshuffle(
-    dataset, config, tmp_path, profile, num_workers
+    dataset, config, tmp_path, profile, workers
 ):
-    arguments = {"num_train_epochs": 2, "dataloader_num_workers": num_workers}
+    arguments = {"num_train_epochs": 2, **workers}
     trainer = trainer_of(dataset, config, tmp_path, {"profile": profile}, accumulation=3, arguments=arguments)
     seen = watch(trainer, dataset)
     trainer.train()
@@ -153,6 +155,51 @@ def test_a_trainer_with_a_mean_loss_of_its_own_is_weighted(dataset, config, tmp_
     trainer.loss_is_scaled_for_ga = None
     trainer.train()
     assert "_OwnLoss.compute_loss must divide" in caplog.text
+
+
+class _TwoPasses(Trainer):
+    """Half of the gradient from each of two passes, as adversarial training does it."""
+
+    loss_is_scaled_for_ga = False
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        for _ in range(2):
+            loss = self.compute_loss(model, dict(inputs)) / (2 * self.current_gradient_accumulation_steps)
+            self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class _OwnStep(Trainer):
+    loss_is_scaled_for_ga = False
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = model.train()(**inputs).loss / self.current_gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_every_loss_of_a_microbatch_has_its_weight(dataset, config, tmp_path, clock):
+    trainer = trainer_of(
+        dataset,
+        config,
+        tmp_path,
+        {"warmup_steps": 2},
+        accumulation=3,
+        accepts=False,
+        arguments={"num_train_epochs": 3},
+    )
+    trainer.__class__ = _TwoPasses
+    clock(trainer)
+    trainer.train()
+    expected = plain_training(dataset, config, 6, num_epochs=3)
+    start = weights(make_trainer({"name": "start"}, config, dataset, tmp_path).model)
+    assert float((weights(trainer.model) - expected).norm() / (expected - start).norm()) < 1e-5
+    cost = trainer.callback_handler.callbacks[-1].progress["entries"][0]["cost"]
+    assert cost["encoder_input_s"] == pytest.approx(2 * 3 * 3e-3)  # both passes, times forward and backward
+    trainer.__class__ = _OwnStep
+    with pytest.raises(PlanError, match=r"all 3 microbatches must come from compute_loss.*found 0"):
+        trainer.train()
 
 
 def test_batches_without_labels_count_by_their_samples(config, tmp_path, profile):
@@ -339,6 +386,7 @@ class _Stream(torch.utils.data.IterableDataset):
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     ],
 )
 def test_orders_that_are_decided_elsewhere_are_refused(dataset, config, tmp_path, arguments, message):

@@ -87,9 +87,12 @@ def test_foreign_state_orders_and_shapes_are_refused():
         RankLayout(3, 4, 2, 1, True)
 
 
-def test_media_candidates_start_with_the_shortest_that_has_any():
-    rows = [SampleShape("", tiles, 0, tokens, tokens, tokens) for tiles, tokens in ((0, 1), (2, 9), (1, 5))]
+def test_media_candidates_are_the_shortest_that_have_some():
+    sizes = ((0, 0, 1), (2, 0, 9), (1, 0, 5), (1, 0, 7), (0, 8, 6))  # tiles, frames, tokens
+    rows = [SampleShape("", tiles, frames, tokens, tokens, tokens) for tiles, frames, tokens in sizes]
     planner = RankPlanner(
-        ShapeTable.from_shapes(rows), RankLayout(3, 1, 1, 1, False), order, padded=True, sync="step"
+        ShapeTable.from_shapes(rows), RankLayout(5, 1, 1, 1, False), order, padded=True, sync="step"
     )
-    assert planner.media_candidates() == [2, 1, 0]
+    assert planner.media_candidates(with_frames=False, limit=2) == [2, 3]
+    assert planner.media_candidates(with_frames=True, limit=2) == [4]
+    assert planner.shortest_first([1, 0, 4]) == [0, 4, 1]
