@@ -199,7 +199,8 @@ def _measure(trainer: Trainer, measure: Callable[[Any], SampleShape]) -> ShapeTa
         index = int(failed[0])
         raise DataError(
             f"every sample must have a shape, found none for training sample {index} (and perhaps others)"
-            f"{f': {type(problem).__name__}: {problem}' if problem else ''}. Correct the sample or shape_fn."
+            f"{f': {type(problem).__name__}: {problem}'.rstrip('.') if problem else ''}. Correct the sample "
+            "or shape_fn."
         ) from problem
     columns = {name: by_sample[:, column] for column, name in enumerate(SHAPE_COLUMNS)}
     return ShapeTable([str(row) for row in range(len(by_sample))], columns)
