@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from benchmarks.hf_data import (
     PackedCollator,
@@ -79,6 +80,33 @@ def test_loss_and_gradients_stay_and_every_parameter_takes_part(config, dataset,
     gradients(model, collated(dataset, collator, [2]))
     reached = {name for name, p in model.named_parameters() if p.grad is not None}
     assert {name for name, grad in found.items() if grad is not None} == reached
+
+
+def test_images_of_native_resolution_change_nothing_either():
+    text = {"vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 2]}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48}
+    ids = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    config = Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **ids)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    with_image = {
+        "input_ids": torch.tensor([[5, 92, 90, 90, 90, 90, 93, 6]]),
+        "pixel_values": torch.randn(16, 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+    planner = SimpleNamespace(media_candidates=lambda **_: [0], shortest_first=list)
+    media = DummyMedia(config, lambda row: with_image, planner)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    tokens = torch.randint(8, 80, (2, 6))
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask == 1, -100)}
+    plain_loss, plain = gradients(model, batch)
+    plain = {name: grad.clone() for name, grad in plain.items() if grad is not None}
+    loss, found = gradients(model, media.complete(batch, IMAGE))
+    assert loss == pytest.approx(float(plain_loss), rel=1e-6)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, plain.get(name, torch.zeros_like(grad)), rtol=1e-5, atol=1e-6)
+    assert any(name not in plain for name in found)
 
 
 def test_a_batch_that_has_the_media_is_left_alone(config, dataset):
