@@ -18,6 +18,8 @@ from dflop_ds.scheduling.solve import POLICIES, solve
 _RUN_POWERS = (1.0, 4.0)
 """Cuts to start from: with least padding, and of nearly equal cost."""
 
+_EVEN = 1e-3
+
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
@@ -78,24 +80,29 @@ def plan_rank_bins(
     blind = blind_bins(step)
     if cost is None or policy == "blind" or step.num_samples < step.num_bins:
         return _finish(step, blind, blind, cost, started_s, None)
-    candidates, reason = _start_bins(step, cost, policy, deterministic_time_s)
-    refined = [refine(step, bins, cost) for bins in candidates]
-    best = min((blind, *refined), key=lambda bins: (not _is_allowed(step, bins), step.predict_s(bins, cost)))
+    starts, reason = _start_bins(step, cost, policy, deterministic_time_s)
+    best = blind
+    for bins in starts:
+        if not _is_even(step, bins, cost):
+            bins = refine(step, bins, cost)
+        best = min(best, bins, key=lambda bins: (not _is_allowed(step, bins), step.predict_s(bins, cost)))
+        if _is_even(step, best, cost):
+            break
     return _finish(step, best, blind, cost, started_s, reason if best == blind else None)
 
 
 def _start_bins(
     step: RankStep, cost: MicrobatchCost, policy: str, deterministic_time_s: float
 ) -> tuple[list[Bins], str | None]:
-    cuts = [cut_into_runs(step, cost, power) for power in _RUN_POWERS]
-    groupings = [[run.tolist() for run in runs] for runs in cuts if runs is not None]
-    reason = None
+    groupings, reason = [], None
     try:
         solution = solve(_problem(step, cost), policy=policy, deterministic_time_s=deterministic_time_s)
         groupings.append([list(members) for members in solution.assignment.bins])
         reason = solution.fallback_reason
     except InfeasibleError as error:
         reason = str(error)
+    cuts = [cut_into_runs(step, cost, power) for power in _RUN_POWERS]
+    groupings += [[run.tolist() for run in runs] for runs in cuts if runs is not None]
     placed = []
     for groups in groupings:
         sizes = step.sizes(groups)
@@ -123,6 +130,14 @@ def _problem(step: RankStep, cost: MicrobatchCost) -> Problem:
         caps=np.array([cap for _, _, cap in used], dtype=np.int64),
         cap_names=tuple(name for name, _, _ in used),
     )
+
+
+def _is_even(step: RankStep, bins: Bins, cost: MicrobatchCost) -> bool:
+    """Whether next to nothing can be gained: packed bins have the same sum, however they are filled."""
+    if step.padded:
+        return False
+    total_s = float(cost.phases_s(step.sizes(bins)).sum())
+    return step.predict_s(bins, cost) * step.num_ranks <= (1.0 + _EVEN) * total_s
 
 
 def _is_allowed(step: RankStep, bins: Bins) -> bool:
