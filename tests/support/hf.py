@@ -20,7 +20,9 @@ from benchmarks.hf_data import (
     mixed_samples,
     tiny_llava,
 )
+from dflop_ds.integrations.hf_trainer import DflopCallback
 
+NUM_SAMPLES = 21
 SEED = 11
 LR = 0.5
 COST = {
@@ -95,6 +97,20 @@ def make_trainer(case: dict[str, Any], config: Any, dataset: SyntheticSamples, o
     )
 
 
+def trainer_of(
+    dataset: Any, config: Any, out: Path, settings: dict[str, Any] | None = None, **case: Any
+) -> Trainer:
+    """A Trainer with the callback."""
+    trainer = make_trainer({"name": "run", **case}, config, dataset, out)
+    trainer.add_callback(DflopCallback(trainer, config=settings or {}))
+    return trainer
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    """All weights as one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
 def plain_order(num_samples: int, epoch: int) -> list[int]:
     """Seeded random order of an epoch, straight from PyTorch."""
     generator = torch.Generator().manual_seed(SEED + epoch)
@@ -120,4 +136,4 @@ def plain_training(
                     if parameter.grad is not None:
                         parameter -= LR * parameter.grad
             model.zero_grad()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return weights(model)

@@ -8,36 +8,12 @@ import logging
 import datasets
 import pytest
 import torch
-from transformers import LlavaOnevisionForConditionalGeneration, Trainer, TrainerCallback
+from transformers import TrainerCallback
 
-from benchmarks.hf_data import IGNORED, PaddedCollator, Sample, SyntheticSamples, build_model
-from dflop_ds.errors import ConfigError, DataError, PlanError
-from dflop_ds.integrations import hf_calibration
+from benchmarks.hf_data import IGNORED
+from dflop_ds.errors import ConfigError, DataError
 from dflop_ds.integrations.hf_trainer import DflopCallback
-from tests.support.hf import COST, LR, build, make_samples, make_trainer, plain_order, plain_training
-
-NUM_SAMPLES = 21
-
-
-@pytest.fixture(scope="module")
-def config():
-    return build()
-
-
-@pytest.fixture(scope="module")
-def dataset(config):
-    return SyntheticSamples(make_samples("mixed", NUM_SAMPLES), config)
-
-
-@pytest.fixture
-def profile(tmp_path):
-    path = tmp_path / "cost.json"
-    path.write_text(json.dumps(COST))
-    return str(path)
-
-
-def weights(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+from tests.support.hf import NUM_SAMPLES, make_trainer, plain_order, trainer_of
 
 
 def watch(trainer, dataset):
@@ -54,30 +30,10 @@ def watch(trainer, dataset):
     return seen
 
 
-def trainer_of(dataset, config, tmp_path, settings=None, **case):
-    trainer = make_trainer({"name": "run", **case}, config, dataset, tmp_path)
-    trainer.add_callback(DflopCallback(trainer, config=settings or {}))
-    return trainer
-
-
 def plain_chunks(batch_size):
     """Microbatches of the plain order, of the first three epochs."""
     orders = [plain_order(NUM_SAMPLES, epoch) for epoch in range(3)]
     return [order[k : k + batch_size] for order in orders for k in range(0, NUM_SAMPLES, batch_size)]
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only a forward pass moves: by 1 ms, 20 us per token and 3 ms per tile."""
-    now_s = [0.0]
-    monkeypatch.setattr(hf_calibration, "_now", lambda: now_s[0])
-
-    def work(module, args, kwargs, output):
-        pixels = kwargs.get("pixel_values")
-        tiles = 0 if pixels is None else int((pixels.abs().sum(dim=(2, 3, 4)) > 0).sum())
-        now_s[0] += 1e-3 + 2e-5 * kwargs["input_ids"].numel() + 3e-3 * tiles
-
-    return lambda trainer: trainer.model.register_forward_hook(work, with_kwargs=True)
 
 
 def by_step(seen, accumulation, per_epoch):
@@ -107,123 +63,6 @@ def test_global_batches_are_those_of_the_plain_order_and_epochs_reshuffle(
     assert by_step(seen, 3, 11) == expected
     assert seen[:11] != [order[k : k + 2] for order in orders for k in range(0, 22, 2)][:11]  # rearranged
     assert trainer.state.global_step == 8 and trainer.state.epoch == 2.0
-
-
-@pytest.mark.parametrize("collator", ["padded", "packed"])
-@pytest.mark.parametrize("accepts", [True, False])
-def test_training_equals_a_plain_loop_over_whole_global_batches(
-    dataset, config, tmp_path, profile, collator, accepts
-):
-    trainer = trainer_of(
-        dataset, config, tmp_path, {"profile": profile}, accumulation=3, collator=collator, accepts=accepts
-    )
-    trainer.train()
-    expected = plain_training(dataset, config, 6)
-    start = weights(make_trainer({"name": "start"}, config, dataset, tmp_path).model)
-    change = (expected - start).norm()
-    assert float((weights(trainer.model) - expected).norm() / change) < 1e-5
-
-
-class _OwnLoss(Trainer):
-    loss_is_scaled_for_ga = False
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs)
-
-
-class _NoLabels(LlavaOnevisionForConditionalGeneration):
-    """Takes loss arguments, but its batches have no labels; the loss is a mean over samples."""
-
-    def forward(self, num_items_in_batch=None, labels=None, **inputs):
-        outputs = super().forward(**inputs)
-        outputs.loss = outputs.logits[:, 0].square().mean()
-        return outputs
-
-
-def _without_labels(features):
-    batch = PaddedCollator()(features)
-    return {key: batch[key] for key in ("input_ids", "attention_mask")}
-
-
-def test_a_trainer_with_a_mean_loss_of_its_own_is_weighted(dataset, config, tmp_path, profile, caplog):
-    trainer = trainer_of(dataset, config, tmp_path, {"profile": profile}, accumulation=3)
-    trainer.__class__ = _OwnLoss
-    trainer.train()
-    expected = plain_training(dataset, config, 6)
-    start = weights(make_trainer({"name": "start"}, config, dataset, tmp_path).model)
-    assert float((weights(trainer.model) - expected).norm() / (expected - start).norm()) < 1e-5
-    trainer.loss_is_scaled_for_ga = None
-    trainer.train()
-    assert "_OwnLoss.compute_loss must divide" in caplog.text
-
-
-class _TwoPasses(Trainer):
-    """Half of the gradient from each of two passes, as adversarial training does it."""
-
-    loss_is_scaled_for_ga = False
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        for _ in range(2):
-            loss = self.compute_loss(model, dict(inputs)) / (2 * self.current_gradient_accumulation_steps)
-            self.accelerator.backward(loss)
-        return loss.detach()
-
-
-class _OwnStep(Trainer):
-    loss_is_scaled_for_ga = False
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = model.train()(**inputs).loss / self.current_gradient_accumulation_steps
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
-def test_every_loss_of_a_microbatch_has_its_weight(dataset, config, tmp_path, clock):
-    trainer = trainer_of(
-        dataset,
-        config,
-        tmp_path,
-        {"warmup_steps": 2},
-        accumulation=3,
-        accepts=False,
-        arguments={"num_train_epochs": 3},
-    )
-    trainer.__class__ = _TwoPasses
-    clock(trainer)
-    trainer.train()
-    expected = plain_training(dataset, config, 6, num_epochs=3)
-    start = weights(make_trainer({"name": "start"}, config, dataset, tmp_path).model)
-    assert float((weights(trainer.model) - expected).norm() / (expected - start).norm()) < 1e-5
-    cost = trainer.callback_handler.callbacks[-1].progress["entries"][0]["cost"]
-    assert cost["encoder_input_s"] == pytest.approx(2 * 3 * 3e-3)  # both passes, times forward and backward
-    trainer.__class__ = _OwnStep
-    with pytest.raises(PlanError, match=r"all 3 microbatches must come from compute_loss.*found 0"):
-        trainer.train()
-
-
-def test_batches_without_labels_count_by_their_samples(config, tmp_path, profile):
-    texts = SyntheticSamples([Sample(12 + 40 * (i % 3 == 0)) for i in range(9)], config)
-    settings, arguments = {"profile": profile, "collator": "padded"}, {"remove_unused_columns": False}
-    trainer = trainer_of(texts, config, tmp_path, settings, accumulation=5, arguments=arguments)
-    trainer.data_collator = _without_labels
-    trainer.model.__class__ = _NoLabels
-    sizes = []
-    trainer.model.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    trainer.train()
-    assert sum(sizes) == 9 and len(set(sizes)) > 1
-    model = build_model(config).train()
-    model.__class__ = _NoLabels
-    before = weights(model)
-    model(**_without_labels([texts[i] for i in range(9)])).loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter -= LR * parameter.grad
-    change = (weights(model) - before).norm()
-    assert float((weights(trainer.model) - weights(model)).norm() / change) < 1e-5
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -268,6 +107,22 @@ def test_resume_in_the_middle_of_an_epoch_continues_the_same_order(dataset, conf
         again.train(resume_from_checkpoint=str(checkpoint))
         assert later == seen[11 + 4 :]
         assert [members for members in later if members not in plain_chunks(2)]  # rearranged
+
+
+def test_a_run_may_be_resumed_with_other_microbatches_of_the_same_global_batch(
+    dataset, config, tmp_path, profile
+):
+    case = {"accumulation": 4, "save_steps": 4, "arguments": {"num_train_epochs": 3}}
+    whole = trainer_of(dataset, config, tmp_path, {"profile": profile}, **case)
+    seen = watch(whole, dataset)
+    whole.train()
+    case |= {"accumulation": 2, "batch_size": 4, "output_dir": str(tmp_path / "again")}
+    again = trainer_of(dataset, config, tmp_path, {"profile": profile}, **case)
+    later = watch(again, dataset)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    # Three steps of 8, 8 and 5 samples make an epoch: the checkpoint lies one step into the second one.
+    assert by_step(seen, 4, 11)[4:6] == by_step(later[:4], 2, 4)
+    assert by_step(seen, 4, 11)[6:] == by_step(later[4:], 2, 6)
 
 
 def test_metrics_are_logged_beside_each_record(dataset, config, tmp_path, profile):
