@@ -33,9 +33,22 @@ def start(**options: Any) -> None:
     options
         Of ``deepspeed.init_distributed``, which leaves an existing group as it is.
     """
+    share_cores()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), **options)
     if "LOCAL_RANK" in os.environ:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def share_cores() -> None:
+    """Divide the cores of this machine among its ranks, unless ``OMP_NUM_THREADS`` says how many to use.
+
+    On a CPU torch starts a thread per core in every rank; more threads than cores wait for each other in
+    every operation, and a step takes minutes.
+    """
+    num_ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    if on_cpu and num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 def leave(code: int = 0) -> NoReturn:
