@@ -91,8 +91,8 @@ class Sizes:
     doubled: int
 
 
-FULL = Sizes(samples=240, profiled=100, tested=50, doubled=4)
-QUICK = Sizes(samples=100, profiled=60, tested=10, doubled=1)
+FULL = Sizes(samples=240, profiled=90, tested=40, doubled=3)
+QUICK = Sizes(samples=80, profiled=50, tested=6, doubled=1)
 
 
 class Measurer:

@@ -155,6 +155,7 @@ def balanced_split(layer_kinds: Sequence[str], layer_times_s: npt.ArrayLike, num
     parts = [round(time / total_s * _RESOLUTION) if total_s > 0 else 0 for time in times_s.tolist()]
     prefix = [0, *itertools.accumulate(parts)]
     limit = _smallest_maximum(prefix, num_stages)
+    still_needed = _fewest_stages(prefix, limit)
     # best[end]: the split of the first `end` layers into `stage` stages, as (stage times from slowest to
     # fastest, boundaries). Adding the same stage to two such vectors keeps their order, so prefixes of
     # the best split are best themselves.
@@ -162,6 +163,8 @@ def balanced_split(layer_kinds: Sequence[str], layer_times_s: npt.ArrayLike, num
     for stage in range(1, num_stages + 1):
         extended: dict[int, tuple[list[int], list[int]]] = {}
         for end in range(stage, num_layers - (num_stages - stage) + 1):
+            if still_needed[end] > num_stages - stage:
+                continue  # what follows does not fit into the stages that are left
             candidates = []
             for start in range(end - 1, stage - 2, -1):
                 time = prefix[end] - prefix[start]
@@ -196,6 +199,17 @@ def _smallest_maximum(prefix: Sequence[int], num_stages: int) -> int:
         else:
             low = limit + 1
     return low
+
+
+def _fewest_stages(prefix: Sequence[int], limit: int) -> list[int]:
+    """Stages of at most `limit` that the layers from each one on need, shape (num_layers + 1,)."""
+    num_layers = len(prefix) - 1
+    needed, reach = [0] * (num_layers + 1), num_layers
+    for start in range(num_layers - 1, -1, -1):
+        while prefix[reach] - prefix[start] > limit:
+            reach -= 1
+        needed[start] = needed[reach] + 1
+    return needed
 
 
 def _check(layer_kinds: Sequence[str], times_s: FloatArray, num_stages: int) -> None:
