@@ -182,19 +182,16 @@ def balanced_split(layer_kinds: Sequence[str], layer_times_s: npt.ArrayLike, num
 def _smallest_maximum(prefix: Sequence[int], num_stages: int) -> int:
     """Smallest possible time of the slowest stage, by bisection over whole numbers.
 
-    Layers are packed greedily; using fewer stages than allowed is no worse, since a stage of several
-    layers can be cut further without growing.
+    Using fewer stages than allowed is no worse, since a stage of several layers can be cut further without
+    growing.
     """
-    layers = [after - before for before, after in itertools.pairwise(prefix)]
-    low, high = max(layers), prefix[-1]
+    largest = max(after - before for before, after in itertools.pairwise(prefix))
+    even = -(-prefix[-1] // num_stages)
+    # Stages that are closed only when the next layer does not fit into `even + largest` hold `even` or more.
+    low, high = max(largest, even), even + largest
     while low < high:
         limit = (low + high) // 2
-        num_used, filled = 1, 0
-        for layer in layers:
-            if filled + layer > limit:
-                num_used, filled = num_used + 1, 0
-            filled += layer
-        if num_used <= num_stages:
+        if _fewest_stages(prefix, limit)[0] <= num_stages:
             high = limit
         else:
             low = limit + 1
